@@ -19,16 +19,15 @@ from jaxrl.losses.divergence import clamped_gap
 from jaxrl.rewards.batch_rewards import Rewards, as_rewards
 from jaxrl.types import Array
 
-EPS = 1e-6
-"""Added to a standard deviation before it divides."""
 TOLERANCE = 1e-6
-"""A group whose rewards have a smaller standard deviation has no differences to learn from."""
+"""A group whose rewards have a smaller standard deviation has no differences to learn from. Nor
+does a sum of rewards that is smaller than this, relative to the sum of their absolute values."""
 
 
 def group_advantages(
     rewards: Rewards, group_ids: Int[np.ndarray, " B"], *, scale_by_std: bool = True
 ) -> Float[np.ndarray, " B"]:
-    """Computes A = (R - mean) / (std + 1e-6) within each group; without the division if not
+    """Computes A = (R - mean) / std within each group; without the division if not
     `scale_by_std`.
 
     The std has ddof = 1 (GRPO, arXiv 2402.03300; without std: Dr. GRPO, 2503.20783). 0 for a group
@@ -43,7 +42,7 @@ def within(
     ids: Int[np.ndarray, " B"],
     scale_ids: Int[np.ndarray, " B"] | None,
 ) -> Float[np.ndarray, " B"]:
-    """Returns (R - mean over the rows of one id) / (std over the rows of one scale id + 1e-6).
+    """Returns (R - mean over the rows of one id) / std over the rows of one scale id.
 
     Args:
         scale_ids: groups whose std divides; None: no division.
@@ -59,7 +58,7 @@ def within(
     if scale_ids is not None:
         _, scale = _centred(values[rows], scale_ids[rows])
         differs &= scale >= TOLERANCE
-        centred = centred / (scale + EPS)
+        centred = centred / np.maximum(scale, TOLERANCE)
     out[rows] = np.where(differs, centred, 0)
     return out
 
@@ -75,6 +74,14 @@ def _centred(values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return centred, np.sqrt(variance)[group]
 
 
+def without_rounding(
+    values: Float[np.ndarray, " B"], ids: Int[np.ndarray, " B"], tolerance: float
+) -> Float[np.ndarray, " B"]:
+    """Returns the values; in a group whose std is below the tolerance, their mean."""
+    centred, std = _centred(values, ids)
+    return values - np.where(std < tolerance, centred, 0)
+
+
 def decoupled_rewards(
     rewards: Mapping[str, Rewards],
     weights: Mapping[str, float],
@@ -85,9 +92,9 @@ def decoupled_rewards(
 ) -> Float[np.ndarray, " B"]:
     """Normalises each reward by itself within its group, and returns their weighted sum.
 
-    S_i = sum over k of w_k (r_ik - mean_k) / (std_k + 1e-6), where mean and std (ddof = 1) are of
-    reward k in the group of sample i (GDPO, arXiv 2601.05242). Combinations of rewards
-    that have the same sum stay apart.
+    S_i = sum over k of w_k (r_ik - mean_k) / std_k, where mean and std (ddof = 1) are of reward k
+    in the group of sample i (GDPO, arXiv 2601.05242); 0 where these terms cancel but for rounding.
+    Combinations of rewards that have the same sum stay apart.
 
     Args:
         rewards: name -> one reward for each sample. One that is missing or the same in the whole
@@ -100,27 +107,29 @@ def decoupled_rewards(
     """
     ids = np.asarray(group_ids)
     left_out = np.isnan(as_rewards(totals)) | (ids < 0)
-    total = np.zeros(len(ids))
+    total, size = np.zeros(len(ids)), np.zeros(len(ids))
     for name, weight in weights.items():
         values = np.where(left_out, np.nan, as_rewards(rewards[name]))
-        total += weight * within(values, ids, ids if scale_by_std else None)
+        term = weight * within(values, ids, ids if scale_by_std else None)
+        total, size = total + term, size + np.abs(term)
+    total[np.abs(total) <= TOLERANCE * size] = 0
     return np.where(left_out, np.nan, total)
 
 
 def batch_normalised(
     values: Float[np.ndarray, " B"], *, scale_by_std: bool = True
 ) -> Float[np.ndarray, " B"]:
-    """Returns (S - mean) / (std + 1e-6) over the whole batch, so that the size of advantages does
-    not grow with the number of rewards (GDPO, arXiv 2601.05242).
+    """Returns (S - mean) / std over the whole batch, so that the size of advantages does not grow
+    with the number of rewards (GDPO, arXiv 2601.05242).
 
     Args:
         values: of `decoupled_rewards`, whose mean over each group is 0; NaN is left out, and
-            becomes 0.
+            becomes 0. A value of 0 stays 0.
     """
     given = values[~np.isnan(values)]
-    if len(given) < 2 or given.std(ddof=1) < TOLERANCE:
+    if not given.any():
         return np.zeros(len(values))
-    divisor = given.std(ddof=1) + EPS if scale_by_std else 1.0
+    divisor = given.std(ddof=1) if scale_by_std else 1.0
     # A group without differences stays at exactly 0: the mean is 0 up to rounding.
     moved = np.where(values == 0, 0, values - given.mean())
     return np.where(np.isnan(values), 0, moved / divisor)
@@ -130,6 +139,7 @@ def turn_advantages(
     rewards: Sequence[Rewards],
     group_ids: Int[np.ndarray, " B"],
     *,
+    penalties: Rewards = (),
     discount: float = 1.0,
     scale_by_std: bool = True,
 ) -> list[np.ndarray]:
@@ -139,22 +149,32 @@ def turn_advantages(
     Each reward is centred and scaled with the mean and std of all turns of its group. A turn's
     advantage is the discounted sum of these normalised rewards, from that turn to the end: sum over
     k >= 0 of discount^k times the reward k turns later. If only the last turn of each episode has a
-    reward and discount = 1, all turns of an episode get its `group_advantages`.
+    reward and discount = 1, all turns of an episode get the `group_advantages` of its reward plus
+    its penalty.
 
     Args:
         rewards: for each sample, one reward per turn. A turn without one (None or NaN) is left out
             of the statistics and adds nothing.
+        penalties: one for each sample, added to its last turn after being centred among the samples
+            of its group; so a turn without a reward is still compared with none. NaN adds nothing.
 
     Returns:
         For each sample a float64 array with one advantage per turn.
     """
-    values = [as_rewards(each) for each in rewards]
-    lengths = [len(each) for each in values]
-    ids = np.repeat(np.asarray(group_ids), lengths)
-    flat = np.concatenate([*values, np.zeros(0)])
-    parts = np.split(within(flat, ids, ids if scale_by_std else None), np.cumsum(lengths)[:-1])
+    values, samples = [as_rewards(each) for each in rewards], np.asarray(group_ids)
+    lengths = np.array([len(each) for each in values], int)
+    ids, flat = np.repeat(samples, lengths), np.concatenate([*values, np.zeros(0)])
+    normal, ends = within(flat, ids, None), np.cumsum(lengths)
+    if len(penalties):
+        ended = lengths > 0
+        normal[ends[ended] - 1] += within(as_rewards(penalties), samples, None)[ended]
+    if scale_by_std:
+        _, group = np.unique(ids, return_inverse=True)
+        rewarded = np.bincount(group, ~np.isnan(flat))
+        std = np.sqrt(np.bincount(group, normal**2) / np.maximum(rewarded - 1, 1))[group]
+        normal = np.where(std < TOLERANCE, 0, normal / np.maximum(std, TOLERANCE))
     out = []
-    for part in parts:
+    for part in np.split(normal, ends[:-1]):
         total, sums = 0.0, np.zeros(len(part))
         for turn in reversed(range(len(part))):
             total = sums[turn] = part[turn] + discount * total
@@ -169,27 +189,31 @@ class Selection:
     keep: Bool[np.ndarray, " B"]
     """All rows of a group or none; False at padding."""
     dropped: Mapping[str, int]
-    """Reason -> groups: unscored_groups (no reward at all), degenerate_groups (nothing to compare:
-    fewer than two rewards, or a std below 1e-6)."""
+    """Reason -> groups: unscored_groups (no reward at all), degenerate_groups (rewards, but no
+    advantage other than 0)."""
 
 
-def select_groups(rewards: Rewards, group_ids: Int[np.ndarray, " B"]) -> Selection:
-    """Drops the groups that teach nothing (DAPO's dynamic sampling, arXiv 2503.14476).
+def select_groups(
+    rewards: Rewards,
+    advantages: Float[np.ndarray, " B"] | Float[np.ndarray, "B C"],
+    group_ids: Int[np.ndarray, " B"],
+) -> Selection:
+    """Drops the groups that teach nothing, in which every advantage is 0 (DAPO's dynamic sampling,
+    arXiv 2503.14476).
 
     The rows stay where they are: index every array of the batch with `keep`, or mask by it.
+
+    Args:
+        rewards: one for each sample; None or NaN where there is none.
+        advantages: of these rewards, without penalties.
     """
-    values, ids = as_rewards(rewards), np.asarray(group_ids)
+    ids = np.asarray(group_ids)
     real = ids >= 0
-    every = np.unique(ids[real])
-    scored = real & ~np.isnan(values)
-    _, std = _centred(values[scored], ids[scored])
-    differs = np.unique(ids[scored][std >= TOLERANCE])
-    unscored = len(every) - len(np.unique(ids[scored]))
-    dropped = {
-        "unscored_groups": unscored,
-        "degenerate_groups": len(every) - len(differs) - unscored,
-    }
-    return Selection(real & np.isin(ids, differs), dropped)
+    scored = real & ~np.isnan(as_rewards(rewards))
+    taught = real & (advantages.reshape(len(ids), -1) != 0).any(-1)
+    every, known, kept = (len(np.unique(ids[rows])) for rows in (real, scored, taught))
+    dropped = {"unscored_groups": every - known, "degenerate_groups": known - kept}
+    return Selection(real & np.isin(ids, ids[taught]), dropped)
 
 
 def opd_advantages(

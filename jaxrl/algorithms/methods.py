@@ -281,15 +281,13 @@ def configured(config: Config) -> Objective:
     p, loss = config.policy, config.spec.loss
     if loss is None:
         raise ValueError(f"algorithm={config.algorithm} has no policy loss")
-    constant = p.constant
-    own = p.aggregation is None and loss.aggregation == "sum_over_constant"
-    if constant is None and own and loss.constant is None:
-        constant = float(config.max_new_tokens)
+    if loss.constant is None:
+        loss = replace(loss, constant=float(config.max_new_tokens))
     objective = make_objective(
         loss,
         ratio=p.ratio,
         aggregation=p.aggregation,
-        constant=constant,
+        constant=p.constant,
         clip_low=p.clip_low,
         clip_high=p.clip_high,
         clip_dual=p.clip_dual,

@@ -17,15 +17,19 @@ from jaxrl.algorithms.advantages import (
     group_advantages,
     select_groups,
     turn_advantages,
+    without_rounding,
 )
 from jaxrl.algorithms.protocols import RewardRole, Sources
 from jaxrl.algorithms.similarity import similarity_advantages
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.losses.policy import kl_in_reward
+from jaxrl.process.json_types import Keywords
 from jaxrl.rewards.batch_rewards import (
     ENVIRONMENT,
+    KL,
     MODEL,
+    OF_THE_RUN,
     OVERLONG,
     RewardReport,
     as_rewards,
@@ -35,8 +39,11 @@ from jaxrl.runtime.worker import Future, done_future
 from jaxrl.sharding.reshard import join_parts
 from jaxrl.types import Embedded, Prepare, RoleScores, Rollout, TrainBatch
 
-KL = "kl"
-"""Name of the KL penalty among the rewards that are normalised each by itself."""
+Penalties = dict[str, tuple[float, np.ndarray]]
+"""Name -> (weight, [B] before the weight): what is added to the task reward."""
+ROUNDING = {"float32": 5e-6, "bfloat16": 0.03}
+"""Dtype -> nats by which a log-prob of a token may differ between two programs that compute in
+it."""
 
 
 def prepare_rewarded(config: Config) -> Prepare:
@@ -51,64 +58,21 @@ def prepare_rewarded(config: Config) -> Prepare:
         report = scores["reward"][0]
         rewards = np.array(report.rewards, np.float64)
         reference = join_parts(scores["reference"]) if "reference" in scores else None
+        embedded: Embedded | None = scores["grouper"][0] if "grouper" in scores else None
         metrics: dict[str, float] = {}
-        kl: dict[str, np.ndarray] = {}
+        penalties: Penalties = {}
+        if OVERLONG in report.per_reward:
+            penalties[OVERLONG] = config.rewards.overlong_penalty, report.per_reward[OVERLONG]
         if config.policy.reward_kl_coef > 0:
-            per_token = kl_in_reward(
-                jnp.asarray(rollout.logprobs),
-                jnp.asarray(reference),
-                rollout.sequences.loss_mask,
-                estimator=config.policy.reward_kl_estimator,
-            )
-            penalty = kl[KL] = np.asarray(per_token, np.float64).sum(-1)
+            assert reference is not None
+            penalty = _kl_of_completions(config, rollout, reference)
+            penalties[KL] = -config.policy.reward_kl_coef, penalty
             rewards = rewards - config.policy.reward_kl_coef * penalty
             metrics["reward/kl"] = float(penalty[: len(rollout.completions)].mean())
-        asked = config.policy.scale_by_std
-        scaled = config.spec.scale_by_std if asked is None else asked
-        reported: dict[str, float] = {}
-        if credits_turns(config):
-            penalties = bool(config.rewards.overlong_buffer) or config.policy.reward_kl_coef > 0
-            others = _has_other_rewards(config) or penalties
-            of_turns = turn_advantages(
-                _turn_rewards(config, rollout, report, rewards, others),
-                rollout.group_ids,
-                discount=config.environment.discount,
-                scale_by_std=scaled,
-            )
-            advantages = np.zeros(rollout.sequences.loss_mask.shape)
-            for row, completion in enumerate(rollout.completions):
-                values, end = iter(of_turns[row]), 0
-                for turn in completion.turns:
-                    begin, end = end, end + turn.tokens
-                    if turn.role == "assistant":
-                        advantages[row, begin:end] = next(values)
-        elif config.policy.reward_combination == "normalize_then_sum":
-            weights = _weights(config, report) | dict.fromkeys(kl, -config.policy.reward_kl_coef)
-            parts = {**report.per_reward, **kl}
-            summed = decoupled_rewards(
-                parts, weights, rewards, rollout.group_ids, scale_by_std=scaled
-            )
-            advantages = batch_normalised(summed, scale_by_std=scaled)
-        elif config.policy.advantages == "group":
-            advantages = group_advantages(rewards, rollout.group_ids, scale_by_std=scaled)
-        else:
-            embedded: Embedded = scores["grouper"][0]
-            extra = len(rewards) - len(embedded.texts)
-            options = config.grouper
-            if not scaled:  # then nothing is divided here either
-                options = options.model_copy(update={"std_scope": "none"})
-            grouped = similarity_advantages(
-                rewards,
-                np.pad(np.asarray(embedded.vectors), ((0, extra), (0, 0))),
-                rollout.group_ids,
-                options=options,
-                texts=(*embedded.texts, *[None] * extra),
-                task=report.task,
-            )
-            advantages = grouped.advantages
-            for name, (total, count) in grouped.metrics.items():
-                reported[f"similarity/{name}"] = float(total) / max(float(count), 1)
-        selection = selected(config, rollout, report)
+        advantages, reported = _advantages(config, rollout, report, rewards, penalties, embedded)
+        selection = select_groups(report.task, advantages, rollout.group_ids)
+        if penalties:
+            selection = selected(config, rollout, report, embedded)
         metrics |= reported | {f"policy/{name}": float(n) for name, n in selection.dropped.items()}
         keep = np.ones(len(rewards), bool)
         if config.dynamic_sampling != "off":
@@ -136,24 +100,85 @@ def prepare_rewarded(config: Config) -> Prepare:
     return prepare
 
 
-def selected(config: Config, rollout: Rollout, report: RewardReport) -> Selection:
-    """Selects the groups that teach something, for dynamic sampling of either kind and for the
-    metrics. Penalties for length and KL do not count. With `environment.credit=turn` the rewards of
-    all turns of a group are compared, so a group is kept exactly if one of its turns would have an
-    advantage without penalties. With `policy.reward_combination=normalize_then_sum` the sums of
-    normalised rewards are compared.
+def _advantages(
+    config: Config,
+    rollout: Rollout,
+    report: RewardReport,
+    rewards: np.ndarray,
+    penalties: Penalties,
+    embedded: Embedded | None,
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Computes the advantages of the completions, [B] or, of their tokens, [B, C]; and metrics.
+
+    Args:
+        rewards: [B] of completions: the report's task rewards plus the penalties.
+        embedded: None: not known yet; then similarity groups are not, and whole prompts compared.
     """
-    if config.policy.reward_combination == "normalize_then_sum":
-        weights = _weights(config, report)
-        weights.pop(OVERLONG, None)
-        summed = decoupled_rewards(report.per_reward, weights, report.task, rollout.group_ids)
-        return select_groups(summed, rollout.group_ids)
-    if not credits_turns(config):
-        return select_groups(report.task, rollout.group_ids)
-    turns = _turn_rewards(config, rollout, report, report.task, _has_other_rewards(config))
-    ids = np.repeat(rollout.group_ids, [len(rewards) for rewards in turns])
-    selection = select_groups(np.concatenate(turns), ids)
-    return replace(selection, keep=np.isin(rollout.group_ids, ids[selection.keep]))
+    ids, policy = rollout.group_ids, config.policy
+    scaled = config.spec.scale_by_std if policy.scale_by_std is None else policy.scale_by_std
+    if credits_turns(config):
+        of_turns = turn_advantages(
+            _turn_rewards(config, rollout, report),
+            ids,
+            penalties=rewards - report.task,
+            discount=config.environment.discount,
+            scale_by_std=scaled,
+        )
+        advantages = np.zeros(rollout.sequences.loss_mask.shape)
+        for row, completion in enumerate(rollout.completions):
+            values, end = iter(of_turns[row]), 0
+            for turn in completion.turns:
+                begin, end = end, end + turn.tokens
+                if turn.role == "assistant":
+                    advantages[row, begin:end] = next(values)
+        return advantages, {}
+    if policy.reward_combination == "normalize_then_sum":
+        weights = _weights(config, report) | {name: w for name, (w, _) in penalties.items()}
+        parts = {**report.per_reward, **{name: values for name, (_, values) in penalties.items()}}
+        summed = decoupled_rewards(parts, weights, rewards, ids, scale_by_std=scaled)
+        return batch_normalised(summed, scale_by_std=scaled), {}
+    if policy.advantages == "group" or embedded is None:
+        return group_advantages(rewards, ids, scale_by_std=scaled), {}
+    extra = len(rewards) - len(embedded.texts)
+    options = config.grouper
+    if not scaled:  # then nothing is divided here either
+        options = options.model_copy(update={"std_scope": "none"})
+    grouped = similarity_advantages(
+        rewards,
+        np.pad(np.asarray(embedded.vectors), ((0, extra), (0, 0))),
+        ids,
+        options=options,
+        texts=(*embedded.texts, *[None] * extra),
+        task=report.task,
+    )
+    return grouped.advantages, {
+        f"similarity/{name}": float(total) / max(float(count), 1)
+        for name, (total, count) in grouped.metrics.items()
+    }
+
+
+def selected(
+    config: Config, rollout: Rollout, report: RewardReport, embedded: Embedded | None = None
+) -> Selection:
+    """Selects the groups that teach something, for dynamic sampling of either kind and for the
+    metrics: those that would have an advantage if there were no penalties for length and KL."""
+    advantages, _ = _advantages(config, rollout, report, report.task, {}, embedded)
+    return select_groups(report.task, advantages, rollout.group_ids)
+
+
+def _kl_of_completions(config: Config, rollout: Rollout, reference: np.ndarray) -> np.ndarray:
+    """Returns [B] float64, the KL penalty of each completion in nats, before its coefficient. Where
+    those of a prompt differ by no more than the rounding of log-probs, each is their mean."""
+    policy, mask = config.policy, rollout.sequences.loss_mask
+    options: Keywords = {"estimator": policy.reward_kl_estimator}
+    logprobs = jnp.asarray(rollout.logprobs), jnp.asarray(reference)
+    penalty = np.asarray(kl_in_reward(*logprobs, mask, **options), np.float64).sum(-1)
+    dtypes = config.rollout.dtype, config.reference.dtype
+    wrong = jnp.full((1, 1), max(ROUNDING[dtype or "float32"] for dtype in dtypes))
+    one = kl_in_reward(wrong, jnp.zeros((1, 1)), jnp.ones((1, 1), bool), **options)
+    # The errors of tokens are independent: their sum grows with the root of their number.
+    tolerance = float(one.item() * np.sqrt(mask.sum(-1).max()))
+    return without_rounding(penalty, rollout.group_ids, tolerance)
 
 
 def credits_turns(config: Config) -> bool:
@@ -162,45 +187,30 @@ def credits_turns(config: Config) -> bool:
 
 
 def _weights(config: Config, report: RewardReport) -> dict[str, float]:
-    """Returns the weight of each reward of a report that counts, by name."""
-    reward, own = config.rewards, {}
-    if reward.model:
-        own[MODEL] = reward.model_weight
-    if config.environment.name is not None:
-        own[ENVIRONMENT] = config.environment.weight
-    if reward.overlong_buffer:
-        own[OVERLONG] = reward.overlong_penalty
-    functions = [name for name in report.per_reward if name not in own]
-    own |= zip(functions, reward.weights_of_functions, strict=True)
-    return {name: weight for name, weight in own.items() if weight != 0}
+    """Returns the weight of each reward of a report that counts, penalties left out, by name."""
+    own = {MODEL: config.reward.model_weight, ENVIRONMENT: config.environment.weight}
+    weights = {name: weight for name, weight in own.items() if name in report.per_reward}
+    functions = [name for name in report.per_reward if name not in OF_THE_RUN]
+    weights |= zip(functions, config.reward.weights_of_functions, strict=True)
+    return {name: weight for name, weight in weights.items() if weight != 0}
 
 
-def _has_other_rewards(config: Config) -> bool:
-    """Returns whether something besides the environment gives a reward that counts."""
-    reward = config.rewards
-    return any(reward.weights_of_functions) or (bool(reward.model) and reward.model_weight != 0)
-
-
-def _turn_rewards(
-    config: Config, rollout: Rollout, report: RewardReport, totals: np.ndarray, others: bool
-) -> list[np.ndarray]:
-    """Computes the reward of each turn of the model, NaN where it has none: float64 arrays, one for
-    each row, empty at padding.
-
-    Args:
-        totals: [B] of whole episodes. What they hold beside the environment's rewards belongs to
-            the last turn.
-        others: whether they hold anything beside the environment's rewards.
-    """
-    environment = config.environment
-    beside = totals - environment.weight * np.nan_to_num(report.per_reward[ENVIRONMENT])
-    turns: list[np.ndarray] = [np.zeros(0)] * len(totals)
+def _turn_rewards(config: Config, rollout: Rollout, report: RewardReport) -> list[np.ndarray]:
+    """Computes the reward of each turn of the model before penalties, NaN where it has none:
+    float64 arrays, one for each row, empty at padding. What the functions and the reward model give
+    an episode belongs to its last turn."""
+    weight, per_reward = config.environment.weight, report.per_reward
+    beside = report.task - weight * np.nan_to_num(per_reward[ENVIRONMENT])
+    judged = np.zeros(len(beside), bool)
+    for name in _weights(config, report).keys() - {ENVIRONMENT}:
+        judged |= ~np.isnan(per_reward[name])
+    turns: list[np.ndarray] = [np.zeros(0)] * len(beside)
     for row, completion in enumerate(rollout.completions):
         own = [turn.reward for turn in completion.turns if turn.role == "assistant"]
-        given = environment.weight * as_rewards(own)
-        if environment.weight == 0 or np.isnan(beside[row]):
+        given = weight * as_rewards(own)
+        if weight == 0 or np.isnan(beside[row]):
             given[:] = np.nan
-        if not np.isnan(beside[row]) and (others or np.isnan(given).all()):
+        if not np.isnan(beside[row]) and (judged[row] or np.isnan(given).all()):
             given[-1] = np.nan_to_num(given[-1]) + beside[row]
         turns[row] = given
     return turns

@@ -28,6 +28,7 @@ from jaxrl.config.section import (
     Spelt,
     Words,
     conflict,
+    unread,
 )
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -68,10 +69,9 @@ class LoraConfig(Section):
     deviation 1 / rank."""
 
     def _rules(self) -> Iterator[str]:
-        for key, given in self:
-            if self.rank is None and given != type(self).model_fields[key].default:
-                why = f"{key} is about adapters, and there are none"
-                yield conflict(self, f"{key} rank", why, f"rank, or leave {key} out")
+        if self.rank is None:
+            keys = type(self).model_fields
+            yield from unread(self, keys, "rank", "there are no adapters", "rank too")
 
 
 class StudentConfig(Section):

@@ -37,6 +37,7 @@ from jaxrl.config.section import (
     Section,
     check_names,
     conflict,
+    unread,
 )
 from jaxrl.config.settings import (
     CheckpointConfig,
@@ -60,6 +61,21 @@ from jaxrl.process.plugin import anchored
 
 UNTRUNCATED = "sampling.temperature=1 sampling.top_k=0 sampling.top_p=1 sampling.min_p=0"
 """Settings of untruncated samples at temperature 1."""
+
+
+ASK_A_TEACHER = (
+    *("teacher.model", "teacher.address", "teacher.cache", "teacher.prompt", "teachers"),
+    *("data.teacher_key", "distill.mixture", "distill.entropy_aware", "distill.seq_kd"),
+)
+"""Keys that ask something of a teacher."""
+ASK_FOR_REWARDS = (
+    *("reward.functions", "reward.model", "distill_weight", "policy_weight"),
+    *("reward.overlong_buffer", "reward.truncated"),
+    *(f"environment.{key}" for key in ("weight", "credit", "discount")),
+    *(f"policy.{key}" for key in PolicyConfig.model_fields if key != "router_replay"),
+)
+"""Keys that only algorithms read that learn from rewards; of one with a method of its own, what is
+known are the first three."""
 
 
 def _mesh_text(value: object) -> object:
@@ -375,12 +391,8 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
     if c.learns_from_teacher:
         yield from _with_teacher(c)
     else:
-        more = ", or distill_weight above 0" if c.learns_from_rewards else ""
-        for key in ("teacher.model", "teacher.address", "teacher.cache", "teacher.prompt"):
-            if getattr(c.teacher, key.removeprefix("teacher.")) is not None:
-                yield bad(f"algorithm {key}", "it has no teacher", f"{key}=null{more}")
-        if c.teachers:
-            yield bad("algorithm teachers", "it has no teacher", f"teachers={{}}{more}")
+        more = "distill_weight above 0" if c.learns_from_rewards else "an algorithm that has one"
+        yield from unread(c, ASK_A_TEACHER, "algorithm", "it has no teacher", more)
     if c.spec.learns_from == "teacher" and c.sampling.temperature == 0 and c.group_size > 1:
         yield bad(
             "group_size sampling.temperature",
@@ -401,14 +413,9 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
     if c.learns_from_rewards:
         yield from _with_rewards(c)
     else:
-        for key, given, none in (
-            ("reward.functions", c.reward.functions, "[]"),
-            ("reward.model", c.reward.model, "null"),
-            ("distill_weight", c.distill_weight, "0"),
-        ):
-            if given:
-                way = f"{key}={none}, or an algorithm that does, such as gspo"
-                yield bad(f"algorithm {key}", "it learns from no reward", way)
+        keys = ASK_FOR_REWARDS if c.spec.method is None else ASK_FOR_REWARDS[:3]
+        more = "an algorithm that does, such as gspo"
+        yield from unread(c, keys, "algorithm", "it learns from no reward", more)
     longest = max(c.max_new_tokens, c.eval.max_new_tokens or 0)
     if (c.rollout.cache_tokens or longest) < longest:
         yield bad(
@@ -586,6 +593,9 @@ def _with_rewards(c: RunConfig) -> Iterator[str]:
             if given:
                 why = "both decide what a reward is compared with"
                 yield bad(f"policy.reward_combination {key}", why)
+    if not any((c.policy_weight, c.distill_weight, p.kl_coef, p.entropy_coef)):
+        why = "no term of the loss has a weight"
+        yield bad("policy_weight distill_weight", why, "policy_weight=1")
     if c.group_size < 2:
         why = "it compares the completions of a prompt"
         yield bad("algorithm group_size", why, "group_size to at least 2")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -86,6 +86,33 @@ def shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=repr)
 
 
+def value_and_default(section: BaseModel, path: str) -> tuple[Any, Any]:
+    """Returns the value and the default of the key with this dotted name below the section."""
+    above, _, last = path.rpartition(".")
+    owner: Any = section
+    while above:
+        if isinstance(owner, dict):  # a name of the user's, which may have dots
+            owner, above = owner[above], ""
+        else:
+            name, _, above = above.partition(".")
+            owner = getattr(owner, name)
+    return getattr(owner, last), type(owner).model_fields[last].default
+
+
+def unread(section: BaseModel, keys: Iterable[str], also: str, why: str, way: str) -> Iterator[str]:
+    """Yields a message for each key that is not at its default, though nothing reads it.
+
+    Args:
+        keys: their dotted names below the section.
+        also: a key that decides so, if it is another.
+        way: what else than its default may be set.
+    """
+    for key in keys:
+        value, default = value_and_default(section, key)
+        if value != default and key != also:
+            yield conflict(section, f"{also} {key}", why, f"{key}={shown(default)}, or {way}")
+
+
 def conflict(section: BaseModel, keys: str, why: str, way: str = "") -> str:
     """Returns the message about keys that do not go together: each with its value, why, and what to
     set instead; by itself, one of those that are not at their defaults to its default.
@@ -95,15 +122,7 @@ def conflict(section: BaseModel, keys: str, why: str, way: str = "") -> str:
     """
     given, defaults = [], []
     for path in keys.split():
-        above, _, last = path.rpartition(".")
-        owner: Any = section
-        while above:
-            if isinstance(owner, dict):  # a name of the user's, which may have dots
-                owner, above = owner[above], ""
-            else:
-                name, _, above = above.partition(".")
-                owner = getattr(owner, name)
-        value, default = getattr(owner, last), type(owner).model_fields[last].default
+        value, default = value_and_default(section, path)
         text = shown(value)
         given.append(f"{path}={text if text.isprintable() else short(repr(text))}")
         if value != default and not way:

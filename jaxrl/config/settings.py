@@ -26,6 +26,7 @@ from jaxrl.config.section import (
     check_names,
     conflict,
     numbers,
+    unread,
 )
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.process.json_types import Keywords
@@ -253,23 +254,33 @@ class OptimizerConfig(Section):
     """Optimizer updates over which the learning rate rises linearly to its peak. A step (one batch)
     counts as `actor.minibatches` times `actor.epochs_per_batch` of them."""
     min_lr_ratio: Fraction = 0.0
-    """With the schedules linear and cosine: the last learning rate, as a fraction of the peak."""
+    """With the schedules linear and cosine: fraction of the peak to which the learning rate falls.
+    It would have that value at the update after the last one."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay (not with adam or sgd); embeddings, norms and biases are not
     decayed."""
     b1: Decay = 0.9
-    """Decay of the first moment (sgd: momentum)."""
+    """Decay of the first moment (adamw, adam, lion; muon: of all that is no kernel; sgd:
+    momentum)."""
     b2: Decay = 0.95
-    """Decay of the second moment (adamw, adam, lion, muon)."""
+    """Decay of the second moment (adamw, adam, lion; muon: of all that is no kernel)."""
     eps: PositiveNumber = 1e-8
     """Added to the denominator of an update (adamw, adam, muon)."""
     clip_norm: PositiveNumber | None = 1.0
     """Gradients whose global norm exceeds this are scaled down to it. null: never."""
 
     def _rules(self) -> Iterator[str]:
-        if self.weight_decay > 0 and self.name in ("adam", "sgd"):
-            yield conflict(self, "weight_decay name", "that optimizer has none")
+        keys = (key for key, names in READ_BY.items() if self.name not in names)
+        yield from unread(self, keys, "name", "that optimizer has none", "another optimizer")
 
+
+READ_BY = {
+    "weight_decay": ("adamw", "lion", "adafactor", "muon"),
+    "b1": ("adamw", "adam", "sgd", "lion", "muon"),
+    "b2": ("adamw", "adam", "lion", "muon"),
+    "eps": ("adamw", "adam", "muon"),
+}
+"""Keys of `optimizer` -> the optimizers that read them."""
 
 Corrections = Annotated[
     tuple[
@@ -310,8 +321,8 @@ class PolicyConfig(Section):
     their token means. token_mean: mean over all tokens. sum_over_constant: mean over completions of
     their token sums / `policy.constant`. null: the algorithm's own."""
     constant: PositiveNumber | None = None
-    """Tokens by which aggregation sum_over_constant divides. null: `max_new_tokens` for dr_grpo, 1
-    for luspo."""
+    """Tokens by which aggregation sum_over_constant divides. null: `max_new_tokens`; for luspo
+    1."""
     clip_low: NonNegative | None = None
     """Lower clip: in algorithms that clip, the importance ratio is kept above 1 - clip_low. null:
     the algorithm's own."""
@@ -351,10 +362,11 @@ class PolicyConfig(Section):
     sampled token, in nats, is subtracted from the token's advantage; needs a teacher and
     `distill.signal=sampled`."""
     dynamic_sampling: Literal["off", "drop", "refill"] | None = None
-    """Treatment of prompts whose completions all have the same task reward (functions and reward
-    model, before penalties), or no reward. off: they are kept. drop: they are left out of the
-    policy loss. refill: other prompts are sampled instead (needs `schedule=serial`). null: off,
-    except for dapo: refill with `schedule=serial`, else drop."""
+    """Treatment of prompts whose completions would all have advantage 0 without the penalties for
+    length and KL: all have the same task reward (functions and reward model), or no reward. off:
+    they are kept. drop: they are left out of the policy loss. refill: other prompts are sampled
+    instead (needs `schedule=serial`). null: off, except for dapo: refill with `schedule=serial`,
+    else drop."""
     max_refills: Positive = 4
     """With `policy.dynamic_sampling=refill`: most additional rounds of sampling for one batch."""
     correction: Corrections | None = None
@@ -414,7 +426,9 @@ class EnvironmentConfig(Section):
     with the other episodes of its prompt. turn: the rewards of this turn and of those after it,
     each compared with all turns of its prompt's episodes (process supervision of GRPO, arXiv
     2402.03300, section 4.1.3). A turn with reward 0 is compared, one without a reward (None) is
-    not: with 0 until a final 1, short episodes are preferred even if all succeed."""
+    not: with 0 until a final 1, short episodes are preferred even if all succeed. The penalties of
+    an episode for length and KL, less their mean over its prompt's episodes, are added to its last
+    turn."""
     discount: Fraction = 1.0
     """Discount factor per turn. With `credit=episode` the reward of turn k, from 0, is multiplied
     by discount^k. With `credit=turn` a turn's return multiplies the reward that comes k turns later
@@ -435,8 +449,9 @@ class EnvironmentConfig(Section):
     ends."""
 
     def _rules(self) -> Iterator[str]:
-        if self.arguments and self.name is None:
-            yield conflict(self, "arguments", "there is no environment", "environment.name too")
+        if self.name is None:
+            keys = type(self).model_fields
+            yield from unread(self, keys, "name", "there is no environment", "environment.name too")
         if not all(name.isidentifier() for name in self.arguments):
             yield f"arguments={self.arguments}: each name must be that of an argument in Python"
 

@@ -304,7 +304,7 @@ def make_objective(
         ratio: a name of `RATIOS`.
         aggregation: a name of `AGGREGATIONS`.
         constant: of the aggregation `sum_over_constant`, tokens; usually the longest completion
-            allowed. 1 where the loss has none either.
+            allowed. None: that of the loss, or 1 where it has none either.
         settings: settings of the loss's term: clip_low, clip_high and clip_dual, or ratio_cap, or
             tau_positive and tau_negative, or clip_log.
     """
@@ -328,8 +328,8 @@ def make_objective(
             "set aggregation=sum_over_constant, or leave constant out"
         )
     if isinstance(chosen, SumOverConstant):
-        own = loss.constant if aggregation is None else None
-        chosen = SumOverConstant(next((c for c in (constant, own) if c is not None), 1.0))
+        given_or_own = constant if constant is not None else loss.constant
+        chosen = SumOverConstant(1.0 if given_or_own is None else given_or_own)
     level = loss.ratio if ratio is None else ratio
     return Objective(make(**(dict(loss.settings) | given)), level, chosen)
 
@@ -345,8 +345,9 @@ def ratio_notes(objective: Objective, updates_per_batch: int, bypass: bool) -> l
     if updates_per_batch == 1:
         return [
             "one update per batch: every ratio pi_theta / pi_old is 1, no clip or cap acts on it,"
-            " and the losses that differ in these alone are the same; actor.minibatches or"
-            " actor.epochs_per_batch above 1 make more updates of a batch"
+            " and losses that differ in these alone have the same gradient, unless a correction"
+            " weighs tokens; actor.minibatches or actor.epochs_per_batch above 1 make more updates"
+            " of a batch"
         ]
     term = objective.term
     if objective.ratio == "token" or not isinstance(term, Clipped):

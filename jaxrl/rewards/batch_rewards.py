@@ -27,6 +27,10 @@ ENVIRONMENT = "environment"
 """Name of the sum of an environment's rewards in an episode."""
 OVERLONG = "overlong"
 """Name of the soft penalty of long completions."""
+KL = "kl"
+"""Name of the KL penalty."""
+OF_THE_RUN = (MODEL, ENVIRONMENT, OVERLONG, KL)
+"""Names of rewards and penalties that no function may have."""
 ADDED = ("answer", "finish_reason", "n_tokens", "turns")
 """Columns that the run adds to those of a row; `turns` of episodes only."""
 
@@ -252,7 +256,7 @@ def names_of(sources: Sequence[ItemSource]) -> tuple[str, ...]:
     for source in sources:
         seen[source.name] += 1
         names.append(source.name + (f"_{seen[source.name]}" if seen[source.name] > 1 else ""))
-    for name, count in Counter((*names, MODEL, ENVIRONMENT, OVERLONG)).items():
+    for name, count in Counter((*names, *OF_THE_RUN)).items():
         if count > 1:
             raise UserError(f"{KEY}: two rewards would be called {name!r}: rename the function")
     return tuple(names)

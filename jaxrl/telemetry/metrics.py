@@ -174,8 +174,7 @@ METRICS: dict[str, Metric] = {
     "policy/correction_dropped": Metric("fraction", "tokens that the correction leaves out"),
     "policy/degenerate_groups": Metric(
         "prompts",
-        "prompts whose rewarded completions, with `environment.credit=turn` all their turns, have"
-        " one task reward (before penalties)",
+        "prompts with a reward in which every advantage is 0, penalties left out",
     ),
     "policy/refills": Metric("times", "times that more prompts were sampled for the batch"),
     "policy/prompts_replaced": Metric("prompts", "sampled prompts that dynamic sampling left out"),

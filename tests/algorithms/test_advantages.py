@@ -9,6 +9,7 @@ from jaxrl.algorithms.advantages import (
     group_advantages,
     opd_advantages,
     select_groups,
+    without_rounding,
 )
 from jaxrl.rewards.batch_rewards import combine_rewards, soft_overlong
 
@@ -26,7 +27,7 @@ def reference(rewards, ids, scale=True):
         given = np.array([rewards[i] for i in rows])
         if len(rows) < 2 or given.std(ddof=1) < 1e-6:
             continue
-        divisor = given.std(ddof=1) + 1e-6 if scale else 1
+        divisor = given.std(ddof=1) if scale else 1
         out[rows] = (given - given.mean()) / divisor
     return out
 
@@ -34,7 +35,7 @@ def reference(rewards, ids, scale=True):
 def test_two_groups_by_hand():
     """(1, 0, 0, 1): mean 1/2, std sqrt(1/3). (3, 1): mean 2, std sqrt(2)."""
     got = group_advantages([1, 3, 0, 0, 1, 1], np.array([0, 5, 0, 0, 5, 0]))
-    a, b = 0.5 / (np.sqrt(1 / 3) + 1e-6), 1 / (np.sqrt(2) + 1e-6)
+    a, b = 0.5 / np.sqrt(1 / 3), 1 / np.sqrt(2)
     np.testing.assert_allclose(got, [a, b, -a, -a, -b, a], rtol=1e-12)
     assert got.dtype == np.float64
     got = group_advantages([1, 3, 0, 0, 1, 1], np.array([0, 5, 0, 0, 5, 0]), scale_by_std=False)
@@ -90,20 +91,31 @@ def test_whole_groups_are_dropped_with_the_reason_counted():
     rewards += [1]  # group 4 has two equal rewards and one that is missing
     ids = np.append(ids, 4)
     rewards[10] = 1
-    selection = select_groups(rewards, ids)
+    selection = select_groups(rewards, group_advantages(rewards, ids), ids)
     np.testing.assert_array_equal(selection.keep, ids == 0)
     assert selection.dropped == {"unscored_groups": 1, "degenerate_groups": 3}
-    assert select_groups(REWARDS, IDS).dropped == {"unscored_groups": 0, "degenerate_groups": 1}
+    found = select_groups(REWARDS, group_advantages(REWARDS, IDS), IDS)
+    assert found.dropped == {"unscored_groups": 0, "degenerate_groups": 1}
 
 
 def test_kept_groups_are_those_with_an_advantage():
+    """Of whole completions, or of any of their tokens."""
     rewards = RNG.integers(0, 2, 60).astype(float)
     rewards[RNG.random(60) < 0.2] = np.nan
     ids = RNG.integers(0, 20, 60)
-    keep = select_groups(rewards, ids).keep
-    learning = np.isin(ids, ids[group_advantages(rewards, ids) != 0])
-    np.testing.assert_array_equal(keep, learning)
+    advantages = group_advantages(rewards, ids)
+    keep = select_groups(rewards, advantages, ids).keep
+    np.testing.assert_array_equal(keep, np.isin(ids, ids[advantages != 0]))
     assert 0 < keep.sum() < 60
+    by_token = np.where(np.arange(3) == RNG.integers(0, 3, (60, 1)), advantages[:, None], 0)
+    np.testing.assert_array_equal(select_groups(rewards, by_token, ids).keep, keep)
+
+
+def test_what_differs_by_less_than_rounding_is_the_same():
+    values = np.array([1.0, 1.0 + 1e-7, 1.0, 1.5, 7.0])
+    got = without_rounding(values, np.array([0, 0, 1, 1, -1]), 1e-6)
+    np.testing.assert_allclose(got[:2], 1 + 5e-8, rtol=1e-15)
+    np.testing.assert_array_equal(got[2:], values[2:])
 
 
 def test_rewards_add_up_by_weight():
@@ -125,7 +137,8 @@ def test_a_failure_is_missing_and_never_a_reward_that_does_not_apply():
     failed = {"style": np.array([False, False, True, True, True, False, False])}
     total = combine_rewards(rewards, {"right": 1.0, "style": 2.0}, ids, failed)
     np.testing.assert_array_equal(total, [1, 0, np.nan, np.nan, np.nan, 0, np.nan])
-    assert select_groups(total, ids).dropped == {"unscored_groups": 1, "degenerate_groups": 1}
+    found = select_groups(total, group_advantages(total, ids), ids)
+    assert found.dropped == {"unscored_groups": 1, "degenerate_groups": 1}
 
 
 def test_soft_overlong_by_hand():
@@ -211,3 +224,13 @@ def test_gdpo_leaves_out_samples_without_a_reward_and_groups_without_differences
     got = gdpo(rewards, {"a": 1.0, "b": 1.0}, ids, totals=totals)
     assert got[1] == 0 and not got[3:].any() and got[0] == -got[2] > 0
     assert not gdpo({"a": [1, 1]}, {"a": 1.0}, np.array([0, 0])).any()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e6])
+def test_gdpo_of_rewards_that_cancel_in_every_group_is_exactly_0(size):
+    """However far apart the rewards of a group are: normalised, one is the other's opposite."""
+    ids = np.repeat(np.arange(30), 2)
+    a, gap = np.tile([0.0, 1.0], 30), np.repeat(RNG.uniform(0.01, 3, 30), 2)
+    assert not gdpo({"a": size * a, "b": gap * (1 - a)}, {"a": 0.3, "b": 0.3}, ids).any()
+    live = gdpo({"a": size * a, "b": gap * (1 - a)}, {"a": 0.3, "b": 0.2}, ids)
+    np.testing.assert_allclose(np.abs(live), np.sqrt(59 / 60), rtol=1e-6)

@@ -136,10 +136,10 @@ def test_credit_by_turn_is_process_supervision() -> None:
     from it on; an episode without any reward has 0 at its end."""
     batch, advantages = by_turn(config(credit="turn", discount=0.5))
     pool = np.array([0.5, 1.0, 0.0, 0.25])
-    a, b, c, d = (pool - pool.mean()) / (pool.std(ddof=1) + 1e-6)
+    a, b, c, d = (pool - pool.mean()) / pool.std(ddof=1)
     expected = [[a + 0.25 * b, 0.5 * b, b], [c], [0.5 * d, d]]
     pool = np.array([1.0, 2.0, 0.0])
-    a, b, c = (pool - pool.mean()) / (pool.std(ddof=1) + 1e-6)
+    a, b, c = (pool - pool.mean()) / pool.std(ddof=1)
     expected += [[a + 0.5 * b, b], [c], [0]]
     for row, values in enumerate(expected):
         mask = batch.sequences.loss_mask[row]
@@ -153,10 +153,26 @@ def test_with_one_reward_at_the_end_turns_and_episodes_are_credited_alike(scale:
     ids = np.array([0, 0, 0, 1, 1, -1])
     last, turns = RNG.normal(size=6), [1, 3, 2, 2, 4, 1]
     given = [[None] * (n - 1) + [reward] for n, reward in zip(turns, last, strict=True)]
-    found = turn_advantages(given, ids, scale_by_std=scale)
-    whole = group_advantages(last, ids, scale_by_std=scale)
-    for advantages, n, expected in zip(found, turns, whole, strict=True):
-        np.testing.assert_allclose(advantages, [expected] * n, atol=1e-12)
+    for penalties in ((), RNG.normal(size=6)):
+        found = turn_advantages(given, ids, penalties=penalties, scale_by_std=scale)
+        total = last + penalties if len(penalties) else last
+        whole = group_advantages(total, ids, scale_by_std=scale)
+        for advantages, n, expected in zip(found, turns, whole, strict=True):
+            np.testing.assert_allclose(advantages, [expected] * n, atol=1e-12)
+
+
+def test_a_penalty_that_all_episodes_have_changes_no_turn() -> None:
+    """So that turns without a reward remain without one; what differs is added at the ends."""
+    ids, given = np.array([0, 0, 0]), [[1.0, None], [0.5], [0.0, None, None]]
+    plain = turn_advantages(given, ids)
+    for same in (0.0, -0.3):
+        for found, expected in zip(
+            turn_advantages(given, ids, penalties=np.full(3, same)), plain, strict=True
+        ):
+            np.testing.assert_allclose(found, expected, atol=1e-12)
+    penalised = turn_advantages(given, ids, penalties=np.array([0, 0, -0.3]), scale_by_std=False)
+    for found, expected in zip(penalised, [[0.6, 0.1], [0.1], [-0.7, -0.2, -0.2]], strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 def test_other_rewards_belong_to_the_last_turn() -> None:
@@ -252,20 +268,18 @@ def selections(
 def test_drop_and_refill_keep_the_groups_that_have_an_advantage_without_penalties(
     credit: str, seed: int
 ) -> None:
-    episodes = random_episodes(np.random.default_rng(seed), 4)
-    keep, refilled, advantages, metrics = selections(
-        episodes, credit, discount=[1.0, 0.5][seed % 2]
-    )
+    episodes, d = random_episodes(np.random.default_rng(seed), 4), [1.0, 0.5][seed % 2]
+    keep, refilled, advantages, metrics = selections(episodes, credit, discount=d)
     taught = (advantages.reshape(len(keep), -1) != 0).any(-1).reshape(-1, 3).any(-1)
     assert 0 < taught.sum() < len(taught)
     np.testing.assert_array_equal(keep, np.repeat(taught, 3))
     assert refilled == set(np.flatnonzero(taught).tolist())
     useless = metrics["policy/degenerate_groups"] + metrics["policy/unscored_groups"]
     assert useless == len(taught) - taught.sum()
+    nobody = {"reward": {"overlong_buffer": 1}}
+    assert np.array_equal(selections(episodes, credit, discount=d, **nobody)[2], advantages)
     for penalty in PENALTIES:
-        again, as_well, changed, same = selections(
-            episodes, credit, discount=[1.0, 0.5][seed % 2], **penalty
-        )
+        again, as_well, changed, same = selections(episodes, credit, discount=d, **penalty)
         assert not np.allclose(changed, advantages)
         np.testing.assert_array_equal(again, keep)
         assert as_well == refilled

@@ -31,6 +31,7 @@ from jaxrl.algorithms.methods import (
 )
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.algorithms.signals import packed
+from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import ALGORITHMS
@@ -378,6 +379,28 @@ def test_stale_samples_are_corrected_unless_asked_otherwise():
         assert config("gspo", *asked).correction == ("none",)
 
 
+@pytest.mark.parametrize("algorithm", REWARDED)
+def test_to_set_what_an_algorithm_has_changes_nothing(algorithm):
+    plain = config(algorithm)
+    spec, objective = plain.spec, configured(plain)
+    own = {"ratio": spec.loss.ratio, "aggregation": spec.loss.aggregation, **spec.loss.settings}
+    own |= {"scale_by_std": spec.scale_by_std, "dynamic_sampling": plain.dynamic_sampling}
+    own |= {"correction": list(plain.correction)}
+    if own["aggregation"] == "sum_over_constant":
+        own["constant"] = objective.aggregation.constant
+    keys = {f"policy.{key}": value for key, value in own.items()}
+    keys |= {"actor.minibatches": plain.minibatches}
+    keys |= {"reward.overlong_buffer": plain.rewards.overlong_buffer}
+    for asked in [{key: value} for key, value in keys.items()] + [keys]:
+        found = Config.of(plain, asked)
+        assert configured(found) == objective
+        assert found.minibatches == plain.minibatches and found.rewards == plain.rewards
+        assert (found.dynamic_sampling, found.correction) == (
+            plain.dynamic_sampling,
+            plain.correction,
+        )
+
+
 def test_kl_and_entropy_are_aggregated_as_the_policy_loss():
     """|y| times gspo's in every term of luspo, so that kl_coef weighs tokens alike in both."""
     hidden, kernel, batch, _ = arrays()
@@ -573,6 +596,22 @@ def test_the_kl_of_a_completion_is_taken_off_its_reward(estimator):
     assert batch.ref_logprobs is None  # it is in the reward, not in the loss
 
 
+@pytest.mark.parametrize("combined", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_a_kl_of_rounding_alone_teaches_nothing(combined, dtype, rounding):
+    """Of a reference that is the policy, whose log-probs round otherwise."""
+    made, same = rollout(), np.where(np.isnan(rewards()), np.nan, 0.0)
+    asked = [f"policy.reward_combination={combined}", "policy.reward_kl_coef=0.1"]
+    asked += [f"rollout.dtype={dtype}", "reference.dtype=float32"]
+    draw = np.random.default_rng(6).normal(0, 1, made.logprobs.shape)
+    for nats, taught in ((rounding, False), (0.3, True)):
+        reference = (made.logprobs + nats * draw).astype(np.float32)
+        report = RewardReport(same, same, {"exact": same}, {}, ())
+        said = {"reward": [report], "reference": [reference]}
+        batch, _ = prepare_rewarded(config("grpo", *asked))(made, said)
+        assert batch.advantages.any() == taught
+
+
 SIMILAR = ["policy.advantages=similarity", "grouper.model=a"]
 ONE_CLUSTER = {"subgroup": 1, "blend": 1, "size_weight": 1, "distinct": 0.1, "smi": 1 / G, "mmr": 1}
 """What each use makes of the rewards of one cluster, given alpha 0 for size_weight and lambda 1 for
@@ -612,6 +651,45 @@ def test_two_clusters_are_not_one_group():
     batch, told = prepared("grpo", *asked, grouper=[Embedded(apart, ("x",) * n)])
     assert told["similarity/groups_per_prompt"] == 2
     assert differ(batch.advantages, group.advantages, by=0.1)
+
+
+COMPARED = [
+    *([f"policy.scale_by_std={scaled}"] for scaled in ("true", "false")),
+    *(
+        [*SIMILAR, f"grouper.use={use}", f"grouper.std_scope={scope}"]
+        for use in ONE_CLUSTER
+        for scope in ("cluster", "none")
+    ),
+    *(
+        ["policy.reward_combination=normalize_then_sum", f"policy.scale_by_std={scaled}"]
+        for scaled in ("true", "false")
+    ),
+]
+
+
+@pytest.mark.parametrize("asked", COMPARED, ids=" ".join)
+def test_dynamic_sampling_keeps_what_has_an_advantage(asked):
+    """Of rewards that cancel when each is normalised (0), in sum (1) or not at all, and of clusters
+    without differences inside (2)."""
+    ids, n = rollout().group_ids, GROUPS * G
+    first = np.array([[0, 0, 1], [0, 1, 3], [1, 1, 0], [2, 2, 2], [0, 0, 1]], float)
+    second = np.array([[5, 5, 0], [3, 2, 0], [2, 2, 0], [2, 2, 2], [0, 1, 0]], float)
+    each = {"exact": first.ravel(), "math": second.ravel()}
+    each = {name: np.pad(x, (0, rows() - n), constant_values=np.nan) for name, x in each.items()}
+    task = each["exact"] + each["math"]
+    report = RewardReport(task, task, each, {}, ())
+    answers = np.tile([0, 0, 1], (GROUPS, 1))
+    answers[DEGENERATE] = 0
+    vectors = np.eye(2, dtype=np.float32)[answers.ravel()]
+    embedded = Embedded(vectors, tuple("ab"[i] for i in answers.ravel()))
+    said = {"reward": [report], "grouper": [embedded]}
+    functions = ["reward.functions=[exact, math]", "policy.dynamic_sampling=drop"]
+    batch, told = prepare_rewarded(config("grpo", *functions, *asked))(rollout(), said)
+    taught = (batch.advantages[:n].reshape(GROUPS, G) != 0).any(-1)
+    always = "grouper.use=mmr" in asked  # it rewards the one that it picks first
+    assert taught.any() and taught.all() == always
+    np.testing.assert_array_equal(batch.in_policy, np.isin(ids, np.flatnonzero(taught)))
+    assert told["policy/degenerate_groups"] == GROUPS - taught.sum()
 
 
 # Whole updates.

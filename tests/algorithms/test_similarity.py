@@ -136,8 +136,8 @@ def test_every_use_by_hand():
     e, rewards, ids = np.stack([A, B, A, B, A]), np.array([1.0, 1, 0, 0, 0]), np.full(5, 4)
     std = {"A": np.sqrt(1 / 3), "B": np.sqrt(1 / 2), "all": np.sqrt(0.3)}
     inside = np.array([2 / 3, 1 / 2, -1 / 3, -1 / 2, -1 / 3])
-    cluster_std = np.array([std["A"], std["B"]] * 2 + [std["A"]]) + 1e-6
-    grpo = np.array([0.6, 0.6, -0.4, -0.4, -0.4]) / (std["all"] + 1e-6)
+    cluster_std = np.array([std["A"], std["B"]] * 2 + [std["A"]])
+    grpo = np.array([0.6, 0.6, -0.4, -0.4, -0.4]) / std["all"]
     size = np.array([3, 2, 3, 2, 3])
 
     def of(**options):
@@ -149,7 +149,7 @@ def test_every_use_by_hand():
         return group_advantages(shaped, ids)
 
     np.testing.assert_allclose(of(), inside / cluster_std)
-    np.testing.assert_allclose(of(std_scope="prompt"), inside / (std["all"] + 1e-6))
+    np.testing.assert_allclose(of(std_scope="prompt"), inside / std["all"])
     np.testing.assert_allclose(of(std_scope="none"), inside)
     np.testing.assert_allclose(
         of(use="blend", alpha=0.25), 0.25 * inside / cluster_std + 0.75 * grpo

@@ -533,7 +533,7 @@ def test_a_relative_path_is_of_its_config_file_then_of_the_working_directory(
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["environment.arguments={id: x}"], "set environment.name too"),
+        (["environment.arguments={id: x}"], "set arguments={}, or environment.name too"),
         (["environment.name=a:B", "environment.arguments={a-b: 1}"], "of an argument in Python"),
         (["environment.name=a:B", "environment.arguments=3"], "valid dictionary"),
     ],

@@ -4,6 +4,7 @@ makes it go away.
 
 import re
 from datetime import date
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,18 @@ BROKEN = [
     ["rollout.merge=true"],
     ["profile.steps=5:9", "steps=6"],
     ["actor.minibatches=9", "batch_size=4"],
+    ["policy.kl_coef=0.5"],
+    ["policy.clip_low=0.1", "policy.entropy_coef=0.5", "policy.dynamic_sampling=refill"],
+    ["policy.correction=icepop", "schedule=one_step_off", "reward.truncated=mask"],
+    ["algorithm=sft", "teacher.model=null", "policy.dynamic_sampling=drop", "policy_weight=0"],
+    ["algorithm=sft", "teacher.model=null", "distill.entropy_aware=true", "data.teacher_key=k"],
+    [*GSPO, "policy_weight=0"],
+    [*GSPO, "distill.entropy_aware=true"],
+    [*GSPO, "environment.credit=turn", "environment.max_turns=3"],
+    ["environment.name=guess_number", "environment.credit=turn"],
+    ["optimizer.name=adafactor", "optimizer.b1=0.5", "optimizer.b2=0.5", "optimizer.eps=1"],
+    ["optimizer.name=sgd", "optimizer.weight_decay=1", "optimizer.b2=0.5", "optimizer.eps=1"],
+    ["optimizer.name=lion", "optimizer.eps=1"],
     ["teacher.model=null"],
     ["algorithm=gspo", "teacher.model=null", "distill_weight=1"],
     [*GSPO, "distill_weight=1", "policy.opd_coef=1"],
@@ -108,10 +121,20 @@ def test_what_a_message_says_to_set_makes_it_go_away(overrides: list[str]) -> No
                 assert not any(match[3] in line for line in same), settings
 
 
+@pytest.mark.parametrize("overrides", [["policy.kl_coef=0.5", "policy_weight=0"]])
+def test_a_method_of_one_s_own_may_read_any_key(tmp_path: Path, overrides: list[str]) -> None:
+    (tmp_path / "own.py").write_text(
+        "from jaxrl.losses.algorithm_table import AlgorithmSpec\n"
+        "own = AlgorithmSpec('teacher', method=object())\n"
+    )
+    assert len(broken(overrides)) == len(overrides)
+    assert not broken([*overrides, f"algorithm={tmp_path / 'own.py'}:own"])
+
+
 def test_values_that_no_file_could_hold_are_shown_too() -> None:
     """A Python program may give what is no JSON."""
     given = {"environment": {"arguments": {"since": date(2026, 1, 2)}}}
-    with pytest.raises(UserError, match="no environment: set environment.name"):
+    with pytest.raises(UserError, match="no environment: set arguments={}, or environment.name"):
         Config.parse({"student": {"model": "a"}, "data": {"train": ["b"]}, **given})
 
 

@@ -286,6 +286,22 @@ def test_on_policy_gradient_is_that_of_reinforce_with_a_baseline(name):
     assert count == (mask.sum() if name in ("dapo", "cispo") else mask.any(-1).sum())
 
 
+def test_on_policy_weights_of_tokens_tell_ratios_of_sequences_from_those_of_tokens():
+    """So that with a correction not all losses have one gradient, even in a single update."""
+    _, old, advantages, mask = case()
+    weights = np.where(mask, np.random.default_rng(2).uniform(0.5, 2, mask.shape), 0)
+    lengths = np.maximum(mask.sum(-1, keepdims=True), 1)
+    means = np.broadcast_to(weights.sum(-1, keepdims=True) / lengths, mask.shape)
+    of_tokens, of_sequences = ("grpo", "gspo_token", "sapo"), ("gspo", "gmpo")
+    for names, own in ((of_tokens, weights), (of_sequences, means)):
+        expected = np.where(mask, -own * advantages[:, None] / lengths, 0)
+        for name in names:
+            _, _, gradient, _ = value_and_gradient(
+                LOSSES[name], old, old, advantages, mask, weights=weights
+            )
+            np.testing.assert_allclose(gradient, expected, rtol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "gspo_token", "gmpo"])
 def test_on_policy_value_is_minus_the_mean_advantage(name):
     _, old, advantages, mask = case()

@@ -154,7 +154,8 @@ def test_a_penalty_counts_only_beside_a_real_reward() -> None:
     assert report.metrics["reward/none"] == 4
     assert report.metrics["reward/sometimes/failures"] == 2
     assert report.metrics["reward/overlong/mean"] == -0.5
-    selection = select_groups(report.task, batch.group_ids)
+    advantages = group_advantages(report.task, batch.group_ids)
+    selection = select_groups(report.task, advantages, batch.group_ids)
     assert selection.dropped == {"unscored_groups": 2, "degenerate_groups": 1}
     assert not group_advantages(report.rewards, batch.group_ids)[[0, 1, 4, 5, 6]].any()
 
@@ -256,5 +257,6 @@ def test_names() -> None:
     found = [find(text) for text in ("regex:a", "format", "regex:b:c", f"{HERE}:length")]
     assert names_of(found) == ("regex", "format", "regex_2", "length")
     assert found[2].place == "b:c"
-    with pytest.raises(UserError, match="two rewards would be called 'model'"):
-        names_of([find("some.module:model")])
+    for name in ("model", "environment", "overlong", "kl"):  # the run's own
+        with pytest.raises(UserError, match=f"two rewards would be called '{name}'"):
+            names_of([find(f"some.module:{name}")])
