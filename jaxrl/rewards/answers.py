@@ -58,9 +58,13 @@ _WRAPPER = re.compile(
     r"\\(?:text(?:bf|it|rm|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|bm|boldsymbol|operatorname)"
     r"\s*\{([^{}]*)\}"
 )
+_LETTER = re.compile(
+    r"\\(?:text|textrm|mathrm|rm|operatorname)\s*\{\s*([ie]|d(?=\s*\}\s*\\?[a-z]))\s*\}"
+)
+"""The upright i, e and d of formulas: no units."""
 _UNSIGNED = (
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?"
-    r"(?:\s?/\s?\d+(?!\d|\.\d))?|\.\d+)"
+    r"(?:\s?/\s?\d+(?!\d|\.\d))?|(?<![\w.])\.\d+)"
 )
 NUMBER = re.compile(
     r"(?:(?<![\w.)\]}])[-+])?"  # a sign, unless it is an operator after an operand
@@ -71,7 +75,7 @@ _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "milli
 _SCALES |= {"crore": 10**7, "billion": 10**9, "bn": 10**9, "trillion": 10**12}
 _SCALE = "|".join(_SCALES)
 _WHOLE = re.compile(
-    r"(?P<sign>[-+]?)\s*(?P<money>[$€£]?)\s*(?P<sign2>[-+]?)\s*"
+    r"(?P<sign>[-+]?)\s*(?P<money>[$€£₹¥]|[Rr]s\.?|)\s*(?P<sign2>[-+]?)\s*"
     r"(?P<number>\d{1,3}(?: \d{3})+(?![\d/])(?:\.\d+)?|\d+ \d+\s?/\s?\d+"
     rf"|{_UNSIGNED}|\d+\.(?=\Z))"
     rf"(?:\s*(?P<scale>{_SCALE})s?\b)?"
@@ -82,23 +86,50 @@ _NAME = re.compile(
     r"([A-Za-z]+(?: [A-Za-z]+)*|\\(?!pi)[a-z]+|[A-Za-z]_\{?\w+\}?|[A-Za-z]\(\w+\))"
     r"\s*(?:=|\\approx|≈)\s*"
 )
+_POWER = r"(?:\s*\^\s*\{?\s*-?[123](?!\d)\s*\}?)?"
 _UNIT = re.compile(
-    r"(?P<degree>\s*°\s*[CF]?)"
+    r"\s*(?:°|degrees?\b|deg\b)\s*(?P<degree>[CF]\b|celsius|fahrenheit|)"
     r"|(?P<ordinal>\s*\^?\s*\{?\s*(?:th|st|nd|rd)\s*\}?)(?: [A-Za-z]+){0,3}"
-    r"|(?P<space>\s*)(?P<words>[A-Za-z$€£¢]+\.?(?:[ /-]+[A-Za-z.']+){0,4})"
-    r"(?P<power>\s*\^\s*\{?\s*[23]\s*\}?)?"
+    rf"|(?P<space>\s*)(?P<words>[A-Za-zµμ$€£¢₹¥]+\.?{_POWER}"
+    rf"(?:(?:\s*\\cdot(?![a-z])\s*|[ /-]+)[A-Za-zµμ.']+{_POWER}){{0,4}})",
+    re.IGNORECASE,
 )
+_WORD = re.compile(rf"([^\W\d_]+|[$€£¢₹¥])({_POWER})")
 _AREA = re.compile(
     r"(?<=[\d ](?:mm|cm|km|ft|in))\s*\^\s*\{?\s*[23](?!\d)\s*\}?|(?<=\d m)\^\{?[23](?!\d)\}?"
 )
 _SAME_UNITS = (
-    *("mm millimeter millimetre", "cm centimeter centimetre", "m meter metre"),
-    *("km kilometer kilometre", "in inch inche", "ft foot feet", "yd yard", "mi mile"),
-    *("sec second s", "min minute", "hr hour h", "day", "week", "month", "yr year"),
-    *("mg milligram", "gram g", "kg kilogram", "lb pound £", "oz ounce", "ml milliliter"),
-    *("liter litre l", "$ dollar usd buck", "cent ¢", "€ euro", "° degree deg", "rad radian"),
+    *("in inch inche", "ft foot feet", "yd yard", "mi mile", "acre", "ha hectare", "rad radian"),
+    *("min minute", "hr hour h", "day", "week", "month", "yr year", "am", "pm"),
+    *("lb pound £", "oz ounce", "ton tonne", "gal gallon", "quart", "pint", "cup", "kelvin"),
+    *("$ dollar usd buck", "cent ¢", "€ euro", "₹ rupee rs", "¥ yen yuan", "° degree deg"),
 )
-_UNITS = {word: words.split()[0] for words in _SAME_UNITS for word in words.split()}
+_METRIC = ("m meter metre", "g gram", "s sec second", "L l liter litre")
+_METRIC_TOO = (
+    *("N newton", "J joule", "W watt", "Wh", "V volt", "A ampere amp", "B byte", "bit"),
+    *("Hz hertz", "Pa pascal", "eV", "mol mole", "cal calorie"),
+)
+_SMALL = {"p": "pico", "n": "nano", "m": "milli", "c": "centi", "d": "deci", "k": "kilo"}
+_SMALL |= dict.fromkeys(("u", "mc", "µ", "μ"), "micro")
+_ALL = _SMALL | {"M": "mega", "G": "giga", "T": "tera"}
+_UNITS = {
+    prefix[len(word) > 3] + word: prefix[1] + words.split()[0]
+    for bases, prefixes in ((_METRIC, _SMALL), (_METRIC_TOO, _ALL))
+    for words in bases
+    for word in words.split()
+    for prefix in (("", ""), *prefixes.items())
+    if word not in "NJWVAB" or prefix[0]  # 5 N is five times N, unless the N is upright
+}
+_UNITS |= {word: words.split()[0] for words in _SAME_UNITS for word in words.split()}
+_UNITS |= {"mph": "hr^-1·mi", "kmh": "hr^-1·kilom", "kph": "hr^-1·kilom"}
+_LOWER = {word.lower(): unit for word, unit in _UNITS.items()}
+_LOWER |= {word.lower(): "" for word, unit in _UNITS.items() if _LOWER[word.lower()] != unit}
+_MONEY, _AREAS = ("$", "cent", "€", "₹", "¥"), {"square": 2, "sq": 2, "cubic": 3}
+_UPRIGHT = {"N": "newton", "J": "joule", "W": "watt", "V": "volt", "A": "ampere", "B": "byte"}
+_UPRIGHT |= {"K": "kelvin", "C": "coulomb", "F": "farad", "T": "tesla"}
+_UPRIGHT_UNIT = re.compile(
+    r"(?<=\d)\s*\\(?:text|mathrm|rm)\s*\{\s*([NJWVABKCFT])\s*\}(?=[\s.,$)]*\Z)"
+)
 _OTHER_VALUE = (
     *("plus", "minus", "over", "choose", "factorial", "squared", "cubed", "score", "gross"),
     *("half", "halve", "third", "fourth", "quarter", "fifth", "sixth", "seventh", "eighth"),
@@ -106,7 +137,8 @@ _OTHER_VALUE = (
 )
 """Words that make another value of the number before them."""
 _NO_UNITS = _NAMES | frozenset(
-    (*_OTHER_VALUE, "to", "ln", "times", "than", "less", "more", "if", "when", "where", "is", "not")
+    (*_OTHER_VALUE, *_SCALES)
+    + ("to", "ln", "times", "than", "less", "more", "if", "when", "where", "is", "not")
 )
 """Words after a number that make another value of it, or no value."""
 _WORDS_AFTER = re.compile(
@@ -148,7 +180,7 @@ class Number:
     """Without its percent sign: 50 of `50%`."""
     percent: bool = False
     unit: str = ""
-    """One spelling of the unit behind it where that is known, as in `cm^2`; else empty."""
+    """One spelling of the unit behind it where that is known, as in `m·s^-2`; else empty."""
     things: str = ""
     """The words behind it that are no such unit, as in `10 apples`."""
     name: str = ""
@@ -158,9 +190,9 @@ class Number:
 
     def same(self, other: Number) -> bool:
         """Returns whether both are equal: 50% is 50 and 0.5; 5 cm is 5, not 5 m; x = 5 no y = 5."""
-        for both in ({self.unit, other.unit}, {self.name, other.name}):
-            if len(both) == 2 and "" not in both:
-                return False
+        names = {self.name, other.name} - {""}
+        if len(names) > 1 or not units_agree(self.unit, other.unit):
+            return False
         if self.percent == other.percent:
             return same_number(self.value, other.value, max(self.step, other.step))
         a, b = (self, other) if self.percent else (other, self)
@@ -255,7 +287,7 @@ def read_number(text: str) -> Number | None:
     if value is None or unit is None:
         return None
     things = "" if unit else rest.strip(" .,;:")
-    unit = unit or _UNITS.get(m["money"], "")
+    unit = unit or _known(m["money"].strip("."))
     scale = _SCALES.get(m["scale"] or "", 1)
     step = step_of(m["number"], value * scale) * scale
     value = -value * scale if "-" in (m["sign"], m["sign2"]) else value * scale
@@ -338,6 +370,7 @@ def plain(text: str) -> str:
     text = _REPEATING.sub(_repeating, text)
     text = _FRACTION.sub(_fraction, text)
     text = _TIMES_TEN.sub(lambda m: f"{'' if m['times'] else '1'}e{m['braced'] or m['bare']}", text)
+    text = _UPRIGHT_UNIT.sub(lambda m: f" {_UPRIGHT[m[1]]} ", text)
     for _ in range(3):  # one in another
         text = _WRAPPER.sub(r" \1 ", text)
     text = re.sub(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree", "°", text)
@@ -352,6 +385,7 @@ def tidy(text: str) -> str:
     text = re.sub(r"[¼-¾⅐-⅞]", lambda m: " " + _ascii(m[0]), text)
     text = re.sub(r"[⁰¹²³⁴-⁹⁻]+", lambda m: "^{" + _ascii(m[0]) + "}", text)
     text = re.sub(r"(?<=\d)(?:\{,\}|,?\\!|\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)
+    text = _LETTER.sub(r"\1 ", text)
     text = re.sub(r"\\!|\\(?:displaystyle|textstyle|limits|bigl?|bigr)(?![A-Za-z])", "", text)
     return re.sub(r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])", " ", text)
 
@@ -421,27 +455,53 @@ def _last_boxes(text: str) -> tuple[int, str] | None:
 
 
 def unit_of(rest: str) -> str | None:
-    """Returns the unit that the text behind a number is: "" if none, None if it is no unit."""
-    rest = rest.rstrip(" .,;:")
+    """Returns the unit that the text behind a number is, as `m·s^-2`; "" if none, None if it is no
+    unit. Of a price that is its currency: `5 dollars per hour` is `$`."""
+    rest = re.sub(r"\\[dt]?frac\s*\{ ([^{}]*)\}\s*\{ ([^{}]*)\}", r" \1/\2", rest).rstrip(" .,;:")
     m = _UNIT.fullmatch(rest)
     if rest == "" or m is None:
         return "" if rest == "" else None
-    if m["degree"] or m["ordinal"]:
-        return "°" if m["degree"] else ""
-    words = [re.sub(r"[.']", "", word).lower() for word in re.split(r"[ /-]+", m["words"])]
-    known = [_UNITS.get(word) or _UNITS.get(word.removesuffix("s")) for word in words]
-    if any(word in _NO_UNITS or word.removesuffix("s") in _NO_UNITS for word in words):
+    if m["words"] is None:
+        return "" if m["degree"] is None else f"°{m['degree'][:1].upper()}"
+    spelled = re.sub(r"[.']", "", m["words"].replace("\\cdot", " "))
+    words = [word for word, _ in _WORD.findall(spelled)]
+    if any({word.lower(), word.lower().removesuffix("s")} & _NO_UNITS for word in words):
         return None
-    if not known[0] and (not m["space"] or len(words[0]) < 2):
+    if not _known(words[0]) and (not m["space"] or len(words[0]) < 2):
         return None
     if not m["space"] and len(words[0]) < 2 and words[0].isalpha():  # a variable, as in 5m
         return None
-    if "/" in m["words"] or "per" in words:
-        return ""
-    powers = {"square": "^2", "sq": "^2", "cubic": "^3"}
-    power = "".join(m["power"] or "").strip(" {}").replace(" ", "").replace("{", "")
-    power = next((powers[word] for word in words if word in powers), power)
-    return next((name + power for name in known if name), "")
+    powers: dict[str, int] = {}
+    parts = re.split(r"/|\b(?:per|an?|each|every)\b", spelled, flags=re.IGNORECASE)
+    for at, part in enumerate(parts):
+        found = [(_known(word), word.lower(), power) for word, power in _WORD.findall(part)]
+        area = next((_AREAS[word] for _, word, _ in found if word in _AREAS), 1)
+        units = [(unit, power) for unit, word, power in found if unit]
+        whole = len(units) == sum(word not in _AREAS for _, word, _ in found)
+        if not whole and len(found) > 1 and any(power for *_, power in found):
+            return None
+        for unit, power in units if whole else units[:1]:
+            if unit in _MONEY:
+                return unit
+            digits = re.search(r"-?\d", power)
+            powers.setdefault(unit, 0)
+            powers[unit] += (int(digits[0]) if digits else area) * (-1 if at else 1)
+        if not powers:
+            return ""
+    return "·".join(unit + f"^{n}" * (n != 1) for unit, n in sorted(powers.items()))
+
+
+def _known(word: str) -> str:
+    """Returns one spelling of a unit, or ""; capitals count where there are two, as mW and MW."""
+    singular = word.removesuffix("s")
+    lower = _LOWER.get(word.lower()) or _LOWER.get(singular.lower()) or ""
+    return _UNITS.get(word) or _UNITS.get(singular) or lower
+
+
+def units_agree(a: str, b: str) -> bool:
+    """Returns whether two answers with these units may be equal: one may leave its unit out, and
+    of degrees their scale."""
+    return "" in (a, b) or a == b or ("°" in (a, b) and a[0] == b[0])
 
 
 def _repeating(m: re.Match[str]) -> str:
@@ -505,7 +565,9 @@ def literal(text: str) -> str | None:
     if re.search(r"[\\=^_+*/<>|{}≤≥]", bare) or read_number(text) is not None:
         return None
     words = [word.lower() for word in re.findall(r"[A-Za-z]+", bare)]
-    wrapped = [word for m in _WRAPPER.finditer(text) for word in re.findall(r"[A-Za-z]+", m[1])]
+    wrapped = [
+        word for m in _WRAPPER.finditer(tidy(text)) for word in re.findall(r"[A-Za-z]+", m[1])
+    ]
     short = re.fullmatch(r"[A-Z][a-z]{1,2}|yes|no|odd", bare)  # and not a product, as `xy` is
     long = any(len(word) > 3 for word in words if word not in _NAMES)
     if short or long or set(wrapped) - {"or", "and"}:

@@ -512,6 +512,76 @@ def test_words_after_the_thoughts() -> None:
     assert judge("exact", "<think>Paris or Rome</think>\n\nRome\n", "Rome") == 1
 
 
+def both(verifier: str, a: str, b: str) -> set[float | None]:
+    return {judge(verifier, rf"\boxed{{{x}}}", y) for x, y in ((a, b), (b, a))}
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        r"m/s|meters per second|m s^{-1}|\frac{\text{m}}{\text{s}}|metres / second",
+        "km/h|km per hour|kph|kilometers an hour",
+        *("m|metre", "mph|miles per hour", "m/s^2|m/s²|meters per second^2"),
+        *("°C|degrees Celsius", "°F|degrees Fahrenheit"),
+        *("MB|megabytes", "GB|gigabyte", "kW|kilowatts|KW", "MW|megawatt", "mW", "kWh|KWH"),
+        *(r"\text{N}|newtons", r"\text{J}", "μm|um|micrometers", "nm", "ms", "ft^2|square feet"),
+        *("gallons", "tons", "hours per day", "minutes per day", "cubic cm|cm^3", "am", "pm"),
+    ],
+)
+def test_units_are_compared_as_a_whole(units: str) -> None:
+    """Prefixes, what they are per, powers, and scales of degrees; without a unit it is right."""
+    others = ["km/h", "m/s", "m", "°C", "°F", "GB", "kW", "MW", "kg", "s", "joule m"]
+    first, *same = units.split("|")
+    for unit in (first, *same):
+        for free in ("5", rf"5 {first}", "5 apples"):
+            assert both("number", rf"5 {unit}", free) == {1.0}, (unit, free)
+        different = [other for other in others if other not in units.split("|")]
+        for other in different:
+            assert both("number", rf"5 {unit}", rf"5 {other}") == {0.0}, (unit, other)
+    assert (
+        both("number", "25 °C", "25 degrees") == {1.0} == both("number", "$5", "5 dollars per hour")
+    )
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        # the upright i, e and d are letters
+        ("5", r"2+3\mathrm{i}", 0),
+        (r"\sqrt{3}", r"\sqrt{3}\,\mathrm{i}", 0),
+        ("x+2", r"x+2\mathrm{e}^2", 0),
+        ("2+3i", r"2+3\text{i}", 1),
+        ("-i", r"-\mathrm{i}", 1),
+        ("1+e", r"1+\mathrm{e}", 1),
+        (r"\frac{dy}{dx}=2x", r"\frac{\mathrm{d}y}{\mathrm{d}x}=2x", 1),
+        # what is no unit stays
+        (r"\sqrt{3}", r"\sqrt{3}\text{ million}", 0),
+        (r"\sqrt{3}", r"\sqrt{3}\mathrm{x}", 0),
+        (r"\sqrt{3}", r"\sqrt{3}\text{ m/s}", 1),
+        (r"\sqrt{3}\text{ km/h}", r"\sqrt{3}\text{ m/s}", 0),
+        (r"\sqrt{3}", r"\sqrt{3}\text{ apples}", 1),
+        # capitals are other symbols, also with an index and in a list
+        *[(a, a.lower(), 0) for a in ("R_1", r"\Omega", r"\Delta", "T_{max}", "(R_1,2)", "x=V_0")],
+        (r"\{M_1, M_2\}", r"\{m_1, m_2\}", 0),
+        ("R_1", "R_{1}", 1),
+        # of symbols nothing is computed
+        ("1", r"\gcd(a,b)", 0),
+        (r"\gcd(a,b)", r"\gcd(a,c)", 0),
+        (r"\operatorname{lcm}(a,b)", "ab", 0),
+        ("6", r"\gcd(12,18)", 1),
+        ("12", r"\operatorname{lcm}(3,5)", 0),
+    ],
+)
+def test_what_the_reader_of_latex_takes_for_another(a: str, b: str, verdict: float) -> None:
+    pytest.importorskip("math_verify")
+    assert both("math", a, b) == {verdict}
+
+
+def test_a_double_factorial_is_no_factorial_of_a_factorial() -> None:
+    pytest.importorskip("math_verify")
+    assert both("math", "720", "3!!") == {0.0, None}
+
+
 def test_the_marks() -> None:
     assert marked(r"\boxed{1} \boxed{\{2\}}") == r"\{2\}"
     assert marked(r"$\boxed{1}$, $\boxed{2}$ and $\boxed{3}$") == "1, 2, 3"
