@@ -354,6 +354,14 @@ def given_expression(text: str) -> str | Number | None:
     return last_number(tail)
 
 
+def score_sum(completion: str, answer: str) -> float | None:
+    """Returns 1 if the number behind the last `=` of a completion (all of it without one) equals
+    the answer, else 0; None where the answer is not one number."""
+    last, wanted = completion.rsplit("=", 1)[-1].strip(), read_number(answer)
+    got = read_number(last) if NUMBER.fullmatch(last) else None
+    return None if wanted is None else float(got is not None and got.same(wanted))
+
+
 def given_texts(text: str) -> list[str]:
     """Returns the texts that may be the answer of a completion when that answer is words."""
     for answer in (marked(text), stated(text)):

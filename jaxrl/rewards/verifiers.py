@@ -17,7 +17,7 @@ from functools import cache, lru_cache, wraps
 from typing import Any, Protocol
 
 from jaxrl.data.chat_template import CLOSES, OPENS
-from jaxrl.data.tasks import make_dataset, score
+from jaxrl.data.tasks import ARITHMETIC, make_dataset
 from jaxrl.errors import UserError, short, unknown
 from jaxrl.rewards.answers import (
     NUMBER,
@@ -28,6 +28,7 @@ from jaxrl.rewards.answers import (
     plain,
     read_number,
     same_answer,
+    score_sum,
     whole_number,
 )
 from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool
@@ -165,7 +166,7 @@ def auto(completion: str, prompt: Judged) -> float | None:
     task = str(prompt.columns.get("task", ""))
     if task.startswith("reasoning_gym/") and "entry" in prompt.columns:
         return reasoning_gym(completion, prompt)
-    if task == "arithmetic":
+    if task == ARITHMETIC:
         return VERIFIERS["arithmetic"](completion, prompt)
     answer = answer_of(prompt)
     if answer is not None and whole_number(final_answer(answer)) is not None:
@@ -183,7 +184,7 @@ VERIFIERS: dict[str, Verifier] = {
     "number": number,
     "boxed": boxed,
     "math": math,
-    "arithmetic": _with_answer(score),
+    "arithmetic": _with_answer(score_sum),
     "reasoning_gym": reasoning_gym,
 }
 BUILT_IN = frozenset(VERIFIERS)

@@ -144,6 +144,15 @@ def test_arithmetic_judges_its_own_completions():
         assert verifier("auto")(example.completion + "1", example) == 0
 
 
+@pytest.mark.parametrize(
+    ("answer", "right"), [("12", r"\boxed{12}"), ("3.5", "3.5"), ("Paris",) * 2]
+)
+def test_a_column_of_one_s_own_chooses_no_task(answer, right):
+    """A `task` is a common name of a column, and `arithmetic` a common value."""
+    for said, verdict in ((right, 1), ("=3", 0)):
+        assert score("auto", said, answer, task="arithmetic") == verdict
+
+
 def test_reasoning_gym_judges_its_own_answers():
     pytest.importorskip("reasoning_gym")
     source = open_source("reasoning_gym/chain_sum:max_terms=2", split="eval")
