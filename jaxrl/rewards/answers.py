@@ -6,6 +6,7 @@ understood is None, never a part of it: `2x+3` is no 3.
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from dataclasses import dataclass, field
@@ -24,8 +25,26 @@ _BETWEEN_BOXES = re.compile(
 )
 _HASHES = re.compile(r"^[ \t]*#{4}[ \t]*(\S.*)$", re.MULTILINE)
 _STATED = re.compile(
-    r"\banswer\b[^\n.]{0,60}?(?:\bis\b|[:=])[\s:*}]*(.*?)(?=\.(?:\s|\Z)|\n|\Z)", re.I
+    r"\b(?:answers?|(?:correct|right) (?:option|choice))\b[^\n.]{0,60}?(?:\b(?:is|are)\b|[:=])"
+    r"[\s:*}]*(.*?)(?=(?<!\bRs)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)\.(?:\s|\Z)|\n|\Z)",
+    re.IGNORECASE,
 )
+_ORNAMENTS = re.compile("[\u2600-\u27bf\U0001f300-\U0001faff\ufe0f]")
+_AMOUNT = re.compile(
+    r"(?:(?:about|approximately|approx\.?|around|roughly|exactly|only|just|nearly|almost) )?"
+    r"[*_~≈ ]*[-+−]?(?:[$€£₹¥]|Rs\.?)? ?[-+−]?\.?\d",
+    re.IGNORECASE,
+)
+"""What a stated answer begins with if that is a number in prose."""
+_MORE = r"(?:[-−$€£₹¥\\]*\d|\$)"
+_CLAUSE = re.compile(
+    rf"\s*(?:[(\[;—]|: | [-–] |, (?!(?:(?:and|or|otherwise) )?{_MORE})"
+    rf"|\band (?!(?:an?|one) |{_MORE})|\b(?<!times )(?:because|since|as|for|which|where|when|so|but"
+    r"|while|with|that|if|after|given|i\.e|e\.g)\b)"
+)
+"""Where the answer of a sentence ends."""
+_JOINED = re.compile(r"\b(?:and|or|of|times|plus|minus) (?:[$\d(]|\\[(a-z])")
+"""A second quantity behind a formula."""
 _FORMULA = re.compile(
     r"\$\$(.{1,2000}?)\$\$|\\\((.{1,500}?)\\\)|\\\[(.{1,2000}?)\\\]"
     r"|(?<![\\\d])\$(?=\S)([^\n]{0,500}?\S)(?<!\\)\$(?!\d)"
@@ -149,7 +168,8 @@ _WORDS_AFTER = re.compile(
 _WORDS_BEFORE = re.compile(
     r"(?:\b(?:not|never|cannot|negative|minus|plus|half|third|quarter|double|triple|twice|thrice)"
     r"|n['’]t|\b(?:root|square|cube|log|logarithm|reciprocal|inverse|opposite|factorial|out) of"
-    r"|\b(?:log|base|(?:less|more|fewer|greater|other|rather) than|at (?:least|most)))"
+    r"|\b(?:log|base|(?:less|more|fewer|greater|other|rather) than|at (?:least|most)"
+    r"|between \S{1,20} and))"
     r"(?: (?:of|be|equal|to|the|number|value|base|[-*]+)){0,4}[\s*$(]{0,9}\Z",
     re.IGNORECASE,
 )
@@ -163,8 +183,8 @@ _AFTER = re.compile(
 )
 """What makes a number part of an expression, behind it."""
 _BEFORE = re.compile(
-    r"(?:[A-Za-z_^/√π:]"
-    r"|(?:(?<![A-Za-z])[A-Za-z]|[A-Za-z][^()]*[)\]}])\s*[-+*]\s*|[)\]}\d]\s*[*]\s*|\\[a-z]+\s*[-+*]\s*"
+    r"(?:[A-Za-z_^/√π:]|\d "
+    r"|(?:(?<![A-Za-z])[A-Za-z]|[A-Za-z][^()]*[)\]}])\s*[-+*]\s*|[)\]}\d]\s*[-+*]\s*|\\[a-z]+\s*[-+*]\s*"
     r"|\\(?:times|cdot|div|pm|mp|sqrt|log|ln|sin|cos|tan|pi|theta)\s*"
     r"|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{[^{}]*|\^\s*\{[^{}]*|_\s*\{[^{}]*"
     r"|(?<!\w)[(\[{][^()\[\]{}]*,\s*)\Z"
@@ -250,7 +270,7 @@ def final_answer(text: str) -> str:
 
 def stated(text: str) -> str | None:
     """Returns the rest of the last sentence that contains `answer is` or `answer:`, or None."""
-    found = [m[1].strip(" *") for m in _STATED.finditer(text)]
+    found = [_ORNAMENTS.sub("", m[1]).strip(" *_") for m in _STATED.finditer(text)]
     return found[-1] if found and found[-1] else None
 
 
@@ -302,14 +322,37 @@ def whole_number(text: str) -> Number | None:
     return None if number is None or number.things else number
 
 
+def is_whole(text: str, start: int, end: int) -> bool:
+    """Returns whether a part of a text is no piece of a longer number: a digit at its edges has no
+    sign, and touches no other through a comma, a point, an apostrophe or the space of thousands."""
+    part, before, after = text[start:end], text[:start][-9:], text[end : end + 9]
+    left = r"\d[,.'’]\Z|(?<![\w.)\]}])[-−]\Z"
+    right = r"[,.'’]\d"
+    if re.match(r"\d{3}(?!\d)", part):
+        left += r"|(?<!\d)\d{1,3} \Z"
+    if re.search(r"(?<!\d)\d{1,3}\Z", part):
+        right += r"| \d{3}(?!\d)"
+    return not (
+        (part[:1].isdigit() and re.search(left, before))
+        or (part[-1:].isdigit() and re.match(right, after))
+    )
+
+
+def last_spelled(text: str) -> re.Match[str] | None:
+    """Returns the last number in a text, with its lines apart, as `plain` writes it; None without
+    one, or where it is a piece of one that is not understood, as 345 of `12 345`."""
+    spelled = _AREA.sub("", plain(text.replace("\n", " ¶ ")))
+    found = next(reversed(list(NUMBER.finditer(spelled))), None)
+    return found if found and is_whole(spelled, *found.span()) else None
+
+
 def last_number(text: str) -> Number | None:
     """Returns the last number in a text; None without one, or where it is part of an expression."""
-    spelled = _AREA.sub("", plain(text))
-    found = list(NUMBER.finditer(spelled))
-    if not found:
+    found = last_spelled(text)
+    if found is None:
         return None
-    before, after = spelled[: found[-1].start()], spelled[found[-1].end() :]
-    value = _to_fraction(found[-1][0])
+    before, after = found.string[: found.start()], found.string[found.end() :]
+    value = _to_fraction(found[0])
     percent = re.match(r"\s?\\?%|\s?per\s?cent", after)
     if value is None or _BEFORE.search(before[-200:]) or _changed(before, after):
         return None
@@ -319,7 +362,7 @@ def last_number(text: str) -> Number | None:
         unit = _UNIT.match(after)
         if unit is None or unit_of(unit[0]) is None:
             return None
-    return Number(value, percent is not None, step=step_of(found[-1][0], value))
+    return Number(value, percent is not None, step=step_of(found[0], value))
 
 
 def given_number(text: str) -> Number | None:
@@ -341,16 +384,21 @@ def given_expression(text: str) -> str | Number | None:
         for whole in (answer, answer.replace("$", "")):
             if _is_expression(whole):
                 return whole
-        if formula := _FORMULA.search(answer):
-            return _unchanged(formula)
+        formula = _FORMULA.search(answer)
+        if _AMOUNT.match(answer) and not (formula and formula.start() == 0):
+            return _front(answer)
+        if formula:
+            joined = _JOINED.search(_CLAUSE.split(answer[formula.end() :], maxsplit=1)[0])
+            return None if joined else _unchanged(formula)
         if re.search(r"\d", answer):
-            return last_number(answer)
+            outside = re.sub(r"\([^()]*\)", "", answer)
+            return last_number(outside if re.search(r"\d", outside) else answer)
     if _is_expression(text):
         return text
     formulas = list(_FORMULA.finditer(text))
     tail = text[formulas[-1].end() :] if formulas else text
     if formulas and not re.search(r"\d", tail):
-        return _unchanged(formulas[-1])
+        return _unchanged(formulas[-1]) and ", ".join(_list_of(formulas))
     return last_number(tail)
 
 
@@ -362,11 +410,21 @@ def score_sum(completion: str, answer: str) -> float | None:
     return None if wanted is None else float(got is not None and got.same(wanted))
 
 
+def _front(answer: str) -> Number | None:
+    """Returns the number that an answer in prose begins with; None where another belongs to it, as
+    in `2 hours and 30 minutes`."""
+    value = _CLAUSE.split(answer, maxsplit=1)[0].rpartition("=")[2]
+    alone = len(NUMBER.findall(plain(value))) == 1 and not _FORMULA.search(value)
+    return last_number(value) if alone else None
+
+
 def given_texts(text: str) -> list[str]:
     """Returns the texts that may be the answer of a completion when that answer is words."""
     for answer in (marked(text), stated(text)):
         if answer is not None:
             return [answer]
+    chosen = _choice(text)
+    text = "" if chosen and _GOES_ON.search(chosen[1]) else text
     return [text, *(m[m.lastindex or 0] for m in list(_FORMULA.finditer(text))[-1:])]
 
 
@@ -388,18 +446,20 @@ def plain(text: str) -> str:
 
 def tidy(text: str) -> str:
     """Returns a text in ASCII where it is typographic, without LaTeX's spaces and separators."""
+    text = re.sub(_GROUPS, ",", text)
     for old, new in _CHARACTERS.items():
         text = text.replace(old, new)
     text = re.sub(r"[¼-¾⅐-⅞]", lambda m: " " + _ascii(m[0]), text)
     text = re.sub(r"[⁰¹²³⁴-⁹⁻]+", lambda m: "^{" + _ascii(m[0]) + "}", text)
-    text = re.sub(r"(?<=\d)(?:\{,\}|,?\\!|\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)
     text = _LETTER.sub(r"\1 ", text)
     text = re.sub(r"\\!|\\(?:displaystyle|textstyle|limits|bigl?|bigr)(?![A-Za-z])", "", text)
     return re.sub(r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])", " ", text)
 
 
+_GROUPS = re.compile(r"(?<=\d)(?:\{,\}|,?\\!|\\[,;: ]|[~\u00a0\u202f\u2009])(?=\d{3}(?!\d))")
 _CHARACTERS = {"\u2212": "-", "\u2013": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot "}
 _CHARACTERS |= {"\u00a0": " ", "\u202f": " ", "\u2009": " ", "\uff0c": ",", "\u2044": "/"}
+_CHARACTERS |= {"\u00f7": "\\div "}
 _CHARACTERS |= {"\\colon": ":"}
 
 
@@ -421,6 +481,19 @@ def _unchanged(formula: re.Match[str]) -> str | None:
     before, after = formula.string[: formula.start()], formula.string[formula.end() :]
     changed = _changed(before, after) or re.match(rf"\s?(?:{_SCALE})s?\b", after)
     return None if changed else str(formula[formula.lastindex or 0])
+
+
+def _list_of(formulas: list[re.Match[str]]) -> list[str]:
+    """Returns the last formula and those that `and` or `or` joins to it: `$x=3$ and $x=5$`."""
+    text, at = formulas[0].string, len(formulas) - 1
+    texts = [str(formula[formula.lastindex or 0]) for formula in formulas]
+    names = [one.rpartition("=")[0].strip() for one in texts]
+    between = [text[a.end() : b.start()].strip() for a, b in itertools.pairwise(formulas)]
+    while (
+        at and names[at - 1] == names[-1] and between[at - 1] in ("and", "or", ", and", ", or", ",")
+    ):
+        at -= 1
+    return texts[at:] if between and between[-1] != "," else texts[-1:]
 
 
 def _is_expression(text: str) -> bool:
@@ -566,6 +639,8 @@ def literal(text: str) -> str | None:
     bare = re.sub(r"\s*([,:])\s*", r"\1 ", plain(text.replace("$", ""))).strip(" .,;:\"'`")
     if m := re.fullmatch(r"\(([A-Ja-j])\)|([A-J])", bare):
         return (m[1] or m[2]).lower()
+    if m := re.fullmatch(r"(?:\(([A-J])\)|([A-J])[.)]) ([\w$\\-].*)", bare):
+        return f"{m[1] or m[2]}. {m[3]}".lower()
     if _NO_EXPRESSION.search(bare):
         return spelled(text).lower()
     if _ORDER.fullmatch(bare):
@@ -591,14 +666,18 @@ def _words(text: str) -> str:
 def same_literal(wanted: str, text: str) -> bool:
     """Returns whether a text is a literal answer. For a choice its letter is enough, optionally
     followed by what it stands for; for a number in a base its digits are enough."""
-    if len(wanted) == 1:
-        m = re.match(
-            r"\(([A-Ja-j])\)|([A-Ja-j])(?:[.:)]|\Z)", plain(text.replace("$", "")).strip(" *`")
-        )
-        return m is not None and (m[1] or m[2]).lower() == wanted
+    if m := re.fullmatch(r"([a-j])(?:\. (.+))?", wanted):
+        letter, behind = _choice(text) or ("", "")
+        return letter == m[1] and (not m[2] or _words(behind) in ("", m[2]))
     digits, base, _ = wanted.partition("_")
     same = wanted in (literal(text), _words(text))
     return same or (bool(base) and spelled(text).lower() == digits)
+
+
+def _choice(text: str) -> tuple[str, str] | None:
+    """Returns the small letter of the choice that a text begins with, and what is behind it."""
+    m = _CHOICE.match(plain(text.replace("$", "")).strip(" *`"))
+    return ((m[1] or m[2]).lower(), "" if m[3] else m[4]) if m else None
 
 
 def same_answer(a: str, b: str) -> bool:
@@ -609,6 +688,16 @@ def same_answer(a: str, b: str) -> bool:
     return spelled(a) == spelled(b)
 
 
+_CHOICE = re.compile(
+    r"(?:(?:option|choice) )?(?:\( ?([A-J]) ?\)|([A-J])(?=[.:)]|,? (?:because|since|as|for)\b|\Z))"
+    r"(?! ?(?:,|/|&|or\b|and\b) ?\(?[A-J]\b)[.:)*]* ?(,? ?(?:because|since|as|for)\b)?(.*)",
+    re.IGNORECASE,
+)
+_GOES_ON = re.compile(
+    r"[.!?;] \S|, (?:so|but|and)\b"
+    r"|\A(?:is|are|was|has|does|can|cannot|holds)\b(?! (?:the )?(?:correct|right|answer))"
+)
+"""Behind a choice: its text is none of one option, but comes to a conclusion."""
 _NO_EXPRESSION = re.compile(
     r"\d\s?:\s?\d|\b\d{4}-\d{1,2}-\d{1,2}\b|\b\d{1,2}/\d{1,2}/\d{2,4}\b|\A[0-9A-Fa-f]+\s*_"
 )

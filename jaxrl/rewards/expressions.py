@@ -55,6 +55,8 @@ _DIVISORS = re.compile(
     r"(?=\s*(?:\\left)?(\([-\d,\s]+(?:\\right)?\)|))"
 )
 """Of numbers, or of anything else: their reader would compute that gcd(a, b) = 1."""
+_GAMMA = re.compile(r"\\Gamma(?![A-Za-z])(?!\s*(?:_|\(|\\left))")
+"""Their reader takes the symbol, but not the function, for Euler's constant."""
 _FUNCTIONS = re.compile(
     r"(?<![A-Za-z\\])(pi|infty|sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan)(?![A-Za-z])"
 )
@@ -312,6 +314,7 @@ def _latex(text: str) -> str:
     text = re.sub(r"\s+", " ", text.replace("$", "")).lstrip(" ,;:*`").rstrip(" .,;:*`")
     text = _split_unit(text)[0]
     text = re.sub(r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup ", _FUNCTIONS.sub(r"\\\1 ", text))
+    text = _GAMMA.sub("G_{amma}", text)
     text = _DIVISORS.sub(lambda m: f"\\{m[1]}" if m[2] else rf"\text{{{m[1]}}}", text)
     text = re.sub(r"\A[A-Za-z] ?\\in(?![A-Za-z])", "", text)
     exact, _, rounded = text.partition(r"\approx")

@@ -20,12 +20,12 @@ from jaxrl.data.chat_template import CLOSES, OPENS
 from jaxrl.data.tasks import ARITHMETIC, make_dataset
 from jaxrl.errors import UserError, short, unknown
 from jaxrl.rewards.answers import (
-    NUMBER,
     final_answer,
     given_number,
+    is_whole,
     last_boxed,
+    last_spelled,
     marked,
-    plain,
     read_number,
     same_answer,
     score_sum,
@@ -94,8 +94,8 @@ def exact(completion: str, answer: str) -> float:
 def contains(completion: str, answer: str) -> float:
     """Returns 1 if the answer occurs in the completion as whole words, in any case of letters."""
     words = re.escape(answer.strip())
-    found = re.search(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE)
-    return float(bool(words) and found is not None)
+    found = re.finditer(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE)
+    return float(bool(words) and any(is_whole(completion, *m.span()) for m in found))
 
 
 @_with_answer
@@ -149,9 +149,9 @@ def reasoning_gym(completion: str, prompt: Judged) -> float | None:
     if text is None:
         return 0.0
     candidates = [final_answer(text)]
-    found = NUMBER.findall(plain(text))
+    found = last_spelled(text)
     if found and whole_number(str(entry["answer"])) is not None:
-        candidates.append(found[-1].replace(",", ""))
+        candidates.append(found[0].replace(",", ""))
     scores = [0.0]
     for candidate in candidates:
         # Its scorers raise what their parsers raise on text that is no answer: a wrong answer.
