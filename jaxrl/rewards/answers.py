@@ -325,7 +325,7 @@ def whole_number(text: str) -> Number | None:
 def is_whole(text: str, start: int, end: int) -> bool:
     """Returns whether a part of a text is no piece of a longer number: a digit at its edges has no
     sign, and touches no other through a comma, a point, an apostrophe or the space of thousands."""
-    part, before, after = text[start:end], text[:start][-9:], text[end : end + 9]
+    part, before, after = text[start:end], text[max(0, start - 9) : start], text[end : end + 9]
     left = r"\d[,.'’]\Z|(?<![\w.)\]}])[-−]\Z"
     right = r"[,.'’]\d"
     if re.match(r"\d{3}(?!\d)", part):
@@ -412,10 +412,13 @@ def score_sum(completion: str, answer: str) -> float | None:
 
 def _front(answer: str) -> Number | None:
     """Returns the number that an answer in prose begins with; None where another belongs to it, as
-    in `2 hours and 30 minutes`."""
-    value = _CLAUSE.split(answer, maxsplit=1)[0].rpartition("=")[2]
-    alone = len(NUMBER.findall(plain(value))) == 1 and not _FORMULA.search(value)
-    return last_number(value) if alone else None
+    in `2 hours and 30 minutes`, unless it goes on with what that is: `5 times 3, which is 15`."""
+    for part in re.split(r",? (?:which (?:is|equals)|that is|i\.e\.),? ", answer):
+        value = _CLAUSE.split(part, maxsplit=1)[0].rpartition("=")[2]
+        alone = len(NUMBER.findall(plain(value))) == 1 and not _FORMULA.search(value)
+        if alone and _AMOUNT.match(part):
+            return last_number(value)
+    return None
 
 
 def given_texts(text: str) -> list[str]:

@@ -592,6 +592,8 @@ def test_what_the_reader_of_latex_takes_for_another(a: str, b: str, verdict: flo
         ("72 and it took 5 steps.", "72", "5"),
         ("48 + 24 = 72 clips in total over all of both months.", "72", "48 24"),
         ("half of 144, or 72.", "72", "144"),
+        ("5 times 3, which is 15.", "15", "5 3"),
+        ("1 hour and 12 minutes, i.e. 72 minutes.", "72", "1 12"),
         ("about 10,000 dollars - 5,000 for each.", "10000", "5000"),
         ("between 4 and 6, i.e. 5.", "5", "4 6"),
         ("72 ✅", "72", ""),
