@@ -44,6 +44,8 @@ HASH_SEEDED = frozenset(
 )
 """Tasks of reasoning-gym whose rows change with PYTHONHASHSEED, among 25 rows of each."""
 
+ARITHMETIC = "jaxrl/arithmetic"
+"""The column `task` of rows of `arithmetic`; users' columns do not say this by accident."""
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 EXPRESSIONS_HELD_OUT = 16
 """One expression in so many, chosen by its hash, is for evaluation and never met in training."""
@@ -94,7 +96,7 @@ class Arithmetic:
                 numbers.append(number)
             steps = solve(numbers, signs, 10**self.digits - 1)
             if steps is not None and split_of(steps[0], EXPRESSIONS_HELD_OUT) == split:
-                columns = {"task": "arithmetic"}
+                columns = {"task": ARITHMETIC}
                 solution = "=".join(steps[1:])
                 return Example(f"{steps[0]}=", solution, steps[-1], columns, document=True)
         raise UserError(
@@ -120,13 +122,6 @@ def solve(numbers: list[int], operators: str, largest: int) -> list[str] | None:
         numbers[at] = apply(numbers[at], numbers.pop(at + 1))
         if not 0 <= numbers[at] <= largest:
             return None
-
-
-def score(completion: str, answer: str) -> float:
-    """Returns 1.0 if what follows the last ``=`` of a completion (all of it without one) is the
-    answer."""
-    last = completion.rsplit("=", 1)[-1].strip()
-    return float(re.fullmatch(r"-?\d+", last) is not None and int(last) == int(answer))
 
 
 def correction(prompt: str, completion: str) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from jaxrl.data.example import Columns, Message
-from jaxrl.data.tasks import score
 from jaxrl.environments.environment import Answer, Environment
+from jaxrl.rewards.answers import NUMBER, score_sum
 from jaxrl.rewards.verifiers import after_thoughts
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -42,16 +42,18 @@ class Calculator(Environment):
     """For rows with a number as their answer, such as those of `arithmetic`.
 
     A turn that ends with an expression, which `=` or `?` may follow, asks for its value: the answer
-    to `12+34=` is `46`, and to what is no expression `?`. A turn that ends with a number answers
-    the row: 1 where it is the row's answer, else 0. What stands before the last `=` does not count.
+    to `12+34=` is `46`, and to what is no expression `?`. A turn that ends with a number, such as
+    -3, 3.5 or 1/2, answers the row: 1 where it is the row's answer, else 0. What stands before the
+    last `=` does not count.
     """
 
     def step(self, text: str, messages: Sequence[Message]) -> Answer:
         turn = after_thoughts(text) or ""
         expression = turn.rstrip("=? ").rsplit("=", 1)[-1]
-        if turn.endswith(expression) and re.fullmatch(r"\s*-?\d{1,99}", expression):
-            return Answer(reward=score(turn, str(self.row["answer"])), done=True)
-        return Answer(value_of(expression))
+        number, value = expression.strip(), value_of(expression)
+        if turn.endswith(expression) and NUMBER.fullmatch(number) and value in (number, "?"):
+            return Answer(reward=score_sum(turn, str(self.row["answer"])), done=True)
+        return Answer(value)
 
 
 def value_of(expression: str) -> str:

@@ -6,6 +6,7 @@ understood is None, never a part of it: `2x+3` is no 3.
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from dataclasses import dataclass, field
@@ -24,8 +25,26 @@ _BETWEEN_BOXES = re.compile(
 )
 _HASHES = re.compile(r"^[ \t]*#{4}[ \t]*(\S.*)$", re.MULTILINE)
 _STATED = re.compile(
-    r"\banswer\b[^\n.]{0,60}?(?:\bis\b|[:=])[\s:*}]*(.*?)(?=\.(?:\s|\Z)|\n|\Z)", re.I
+    r"\b(?:answers?|(?:correct|right) (?:option|choice))\b[^\n.]{0,60}?(?:\b(?:is|are)\b|[:=])"
+    r"[\s:*}]*(.*?)(?=(?<!\bRs)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)\.(?:\s|\Z)|\n|\Z)",
+    re.IGNORECASE,
 )
+_ORNAMENTS = re.compile("[\u2600-\u27bf\U0001f300-\U0001faff\ufe0f]")
+_AMOUNT = re.compile(
+    r"(?:(?:about|approximately|approx\.?|around|roughly|exactly|only|just|nearly|almost) )?"
+    r"[*_~≈ ]*[-+−]?(?:[$€£₹¥]|Rs\.?)? ?[-+−]?\.?\d",
+    re.IGNORECASE,
+)
+"""What a stated answer begins with if that is a number in prose."""
+_MORE = r"(?:[-−$€£₹¥\\]*\d|\$)"
+_CLAUSE = re.compile(
+    rf"\s*(?:[(\[;—]|: | [-–] |, (?!(?:(?:and|or|otherwise) )?{_MORE})"
+    rf"|\band (?!(?:an?|one) |{_MORE})|\b(?<!times )(?:because|since|as|for|which|where|when|so|but"
+    r"|while|with|that|if|after|given|i\.e|e\.g)\b)"
+)
+"""Where the answer of a sentence ends."""
+_JOINED = re.compile(r"\b(?:and|or|of|times|plus|minus) (?:[$\d(]|\\[(a-z])")
+"""A second quantity behind a formula."""
 _FORMULA = re.compile(
     r"\$\$(.{1,2000}?)\$\$|\\\((.{1,500}?)\\\)|\\\[(.{1,2000}?)\\\]"
     r"|(?<![\\\d])\$(?=\S)([^\n]{0,500}?\S)(?<!\\)\$(?!\d)"
@@ -58,9 +77,13 @@ _WRAPPER = re.compile(
     r"\\(?:text(?:bf|it|rm|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|bm|boldsymbol|operatorname)"
     r"\s*\{([^{}]*)\}"
 )
+_LETTER = re.compile(
+    r"\\(?:text|textrm|mathrm|rm|operatorname)\s*\{\s*([ie]|d(?=\s*\}\s*\\?[a-z]))\s*\}"
+)
+"""The upright i, e and d of formulas: no units."""
 _UNSIGNED = (
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?"
-    r"(?:\s?/\s?\d+(?!\d|\.\d))?|\.\d+)"
+    r"(?:\s?/\s?\d+(?!\d|\.\d))?|(?<![\w.])\.\d+)"
 )
 NUMBER = re.compile(
     r"(?:(?<![\w.)\]}])[-+])?"  # a sign, unless it is an operator after an operand
@@ -71,7 +94,7 @@ _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "milli
 _SCALES |= {"crore": 10**7, "billion": 10**9, "bn": 10**9, "trillion": 10**12}
 _SCALE = "|".join(_SCALES)
 _WHOLE = re.compile(
-    r"(?P<sign>[-+]?)\s*(?P<money>[$€£]?)\s*(?P<sign2>[-+]?)\s*"
+    r"(?P<sign>[-+]?)\s*(?P<money>[$€£₹¥]|[Rr]s\.?|)\s*(?P<sign2>[-+]?)\s*"
     r"(?P<number>\d{1,3}(?: \d{3})+(?![\d/])(?:\.\d+)?|\d+ \d+\s?/\s?\d+"
     rf"|{_UNSIGNED}|\d+\.(?=\Z))"
     rf"(?:\s*(?P<scale>{_SCALE})s?\b)?"
@@ -82,23 +105,50 @@ _NAME = re.compile(
     r"([A-Za-z]+(?: [A-Za-z]+)*|\\(?!pi)[a-z]+|[A-Za-z]_\{?\w+\}?|[A-Za-z]\(\w+\))"
     r"\s*(?:=|\\approx|≈)\s*"
 )
+_POWER = r"(?:\s*\^\s*\{?\s*-?[123](?!\d)\s*\}?)?"
 _UNIT = re.compile(
-    r"(?P<degree>\s*°\s*[CF]?)"
+    r"\s*(?:°|degrees?\b|deg\b)\s*(?P<degree>[CF]\b|celsius|fahrenheit|)"
     r"|(?P<ordinal>\s*\^?\s*\{?\s*(?:th|st|nd|rd)\s*\}?)(?: [A-Za-z]+){0,3}"
-    r"|(?P<space>\s*)(?P<words>[A-Za-z$€£¢]+\.?(?:[ /-]+[A-Za-z.']+){0,4})"
-    r"(?P<power>\s*\^\s*\{?\s*[23]\s*\}?)?"
+    rf"|(?P<space>\s*)(?P<words>[A-Za-zµμ$€£¢₹¥]+\.?{_POWER}"
+    rf"(?:(?:\s*\\cdot(?![a-z])\s*|[ /-]+)[A-Za-zµμ.']+{_POWER}){{0,4}})",
+    re.IGNORECASE,
 )
+_WORD = re.compile(rf"([^\W\d_]+|[$€£¢₹¥])({_POWER})")
 _AREA = re.compile(
     r"(?<=[\d ](?:mm|cm|km|ft|in))\s*\^\s*\{?\s*[23](?!\d)\s*\}?|(?<=\d m)\^\{?[23](?!\d)\}?"
 )
 _SAME_UNITS = (
-    *("mm millimeter millimetre", "cm centimeter centimetre", "m meter metre"),
-    *("km kilometer kilometre", "in inch inche", "ft foot feet", "yd yard", "mi mile"),
-    *("sec second s", "min minute", "hr hour h", "day", "week", "month", "yr year"),
-    *("mg milligram", "gram g", "kg kilogram", "lb pound £", "oz ounce", "ml milliliter"),
-    *("liter litre l", "$ dollar usd buck", "cent ¢", "€ euro", "° degree deg", "rad radian"),
+    *("in inch inche", "ft foot feet", "yd yard", "mi mile", "acre", "ha hectare", "rad radian"),
+    *("min minute", "hr hour h", "day", "week", "month", "yr year", "am", "pm"),
+    *("lb pound £", "oz ounce", "ton tonne", "gal gallon", "quart", "pint", "cup", "kelvin"),
+    *("$ dollar usd buck", "cent ¢", "€ euro", "₹ rupee rs", "¥ yen yuan", "° degree deg"),
 )
-_UNITS = {word: words.split()[0] for words in _SAME_UNITS for word in words.split()}
+_METRIC = ("m meter metre", "g gram", "s sec second", "L l liter litre")
+_METRIC_TOO = (
+    *("N newton", "J joule", "W watt", "Wh", "V volt", "A ampere amp", "B byte", "bit"),
+    *("Hz hertz", "Pa pascal", "eV", "mol mole", "cal calorie"),
+)
+_SMALL = {"p": "pico", "n": "nano", "m": "milli", "c": "centi", "d": "deci", "k": "kilo"}
+_SMALL |= dict.fromkeys(("u", "mc", "µ", "μ"), "micro")
+_ALL = _SMALL | {"M": "mega", "G": "giga", "T": "tera"}
+_UNITS = {
+    prefix[len(word) > 3] + word: prefix[1] + words.split()[0]
+    for bases, prefixes in ((_METRIC, _SMALL), (_METRIC_TOO, _ALL))
+    for words in bases
+    for word in words.split()
+    for prefix in (("", ""), *prefixes.items())
+    if word not in "NJWVAB" or prefix[0]  # 5 N is five times N, unless the N is upright
+}
+_UNITS |= {word: words.split()[0] for words in _SAME_UNITS for word in words.split()}
+_UNITS |= {"mph": "hr^-1·mi", "kmh": "hr^-1·kilom", "kph": "hr^-1·kilom"}
+_LOWER = {word.lower(): unit for word, unit in _UNITS.items()}
+_LOWER |= {word.lower(): "" for word, unit in _UNITS.items() if _LOWER[word.lower()] != unit}
+_MONEY, _AREAS = ("$", "cent", "€", "₹", "¥"), {"square": 2, "sq": 2, "cubic": 3}
+_UPRIGHT = {"N": "newton", "J": "joule", "W": "watt", "V": "volt", "A": "ampere", "B": "byte"}
+_UPRIGHT |= {"K": "kelvin", "C": "coulomb", "F": "farad", "T": "tesla"}
+_UPRIGHT_UNIT = re.compile(
+    r"(?<=\d)\s*\\(?:text|mathrm|rm)\s*\{\s*([NJWVABKCFT])\s*\}(?=[\s.,$)]*\Z)"
+)
 _OTHER_VALUE = (
     *("plus", "minus", "over", "choose", "factorial", "squared", "cubed", "score", "gross"),
     *("half", "halve", "third", "fourth", "quarter", "fifth", "sixth", "seventh", "eighth"),
@@ -106,7 +156,8 @@ _OTHER_VALUE = (
 )
 """Words that make another value of the number before them."""
 _NO_UNITS = _NAMES | frozenset(
-    (*_OTHER_VALUE, "to", "ln", "times", "than", "less", "more", "if", "when", "where", "is", "not")
+    (*_OTHER_VALUE, *_SCALES)
+    + ("to", "ln", "times", "than", "less", "more", "if", "when", "where", "is", "not")
 )
 """Words after a number that make another value of it, or no value."""
 _WORDS_AFTER = re.compile(
@@ -117,7 +168,8 @@ _WORDS_AFTER = re.compile(
 _WORDS_BEFORE = re.compile(
     r"(?:\b(?:not|never|cannot|negative|minus|plus|half|third|quarter|double|triple|twice|thrice)"
     r"|n['’]t|\b(?:root|square|cube|log|logarithm|reciprocal|inverse|opposite|factorial|out) of"
-    r"|\b(?:log|base|(?:less|more|fewer|greater|other|rather) than|at (?:least|most)))"
+    r"|\b(?:log|base|(?:less|more|fewer|greater|other|rather) than|at (?:least|most)"
+    r"|between \S{1,20} and))"
     r"(?: (?:of|be|equal|to|the|number|value|base|[-*]+)){0,4}[\s*$(]{0,9}\Z",
     re.IGNORECASE,
 )
@@ -131,8 +183,8 @@ _AFTER = re.compile(
 )
 """What makes a number part of an expression, behind it."""
 _BEFORE = re.compile(
-    r"(?:[A-Za-z_^/√π:]"
-    r"|(?:(?<![A-Za-z])[A-Za-z]|[A-Za-z][^()]*[)\]}])\s*[-+*]\s*|[)\]}\d]\s*[*]\s*|\\[a-z]+\s*[-+*]\s*"
+    r"(?:[A-Za-z_^/√π:]|\d "
+    r"|(?:(?<![A-Za-z])[A-Za-z]|[A-Za-z][^()]*[)\]}])\s*[-+*]\s*|[)\]}\d]\s*[-+*]\s*|\\[a-z]+\s*[-+*]\s*"
     r"|\\(?:times|cdot|div|pm|mp|sqrt|log|ln|sin|cos|tan|pi|theta)\s*"
     r"|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{[^{}]*|\^\s*\{[^{}]*|_\s*\{[^{}]*"
     r"|(?<!\w)[(\[{][^()\[\]{}]*,\s*)\Z"
@@ -148,7 +200,7 @@ class Number:
     """Without its percent sign: 50 of `50%`."""
     percent: bool = False
     unit: str = ""
-    """One spelling of the unit behind it where that is known, as in `cm^2`; else empty."""
+    """One spelling of the unit behind it where that is known, as in `m·s^-2`; else empty."""
     things: str = ""
     """The words behind it that are no such unit, as in `10 apples`."""
     name: str = ""
@@ -158,9 +210,9 @@ class Number:
 
     def same(self, other: Number) -> bool:
         """Returns whether both are equal: 50% is 50 and 0.5; 5 cm is 5, not 5 m; x = 5 no y = 5."""
-        for both in ({self.unit, other.unit}, {self.name, other.name}):
-            if len(both) == 2 and "" not in both:
-                return False
+        names = {self.name, other.name} - {""}
+        if len(names) > 1 or not units_agree(self.unit, other.unit):
+            return False
         if self.percent == other.percent:
             return same_number(self.value, other.value, max(self.step, other.step))
         a, b = (self, other) if self.percent else (other, self)
@@ -218,7 +270,7 @@ def final_answer(text: str) -> str:
 
 def stated(text: str) -> str | None:
     """Returns the rest of the last sentence that contains `answer is` or `answer:`, or None."""
-    found = [m[1].strip(" *") for m in _STATED.finditer(text)]
+    found = [_ORNAMENTS.sub("", m[1]).strip(" *_") for m in _STATED.finditer(text)]
     return found[-1] if found and found[-1] else None
 
 
@@ -255,7 +307,7 @@ def read_number(text: str) -> Number | None:
     if value is None or unit is None:
         return None
     things = "" if unit else rest.strip(" .,;:")
-    unit = unit or _UNITS.get(m["money"], "")
+    unit = unit or _known(m["money"].strip("."))
     scale = _SCALES.get(m["scale"] or "", 1)
     step = step_of(m["number"], value * scale) * scale
     value = -value * scale if "-" in (m["sign"], m["sign2"]) else value * scale
@@ -270,14 +322,37 @@ def whole_number(text: str) -> Number | None:
     return None if number is None or number.things else number
 
 
+def is_whole(text: str, start: int, end: int) -> bool:
+    """Returns whether a part of a text is no piece of a longer number: a digit at its edges has no
+    sign, and touches no other through a comma, a point, an apostrophe or the space of thousands."""
+    part, before, after = text[start:end], text[max(0, start - 9) : start], text[end : end + 9]
+    left = r"\d[,.'’]\Z|(?<![\w.)\]}])[-−]\Z"
+    right = r"[,.'’]\d"
+    if re.match(r"\d{3}(?!\d)", part):
+        left += r"|(?<!\d)\d{1,3} \Z"
+    if re.search(r"(?<!\d)\d{1,3}\Z", part):
+        right += r"| \d{3}(?!\d)"
+    return not (
+        (part[:1].isdigit() and re.search(left, before))
+        or (part[-1:].isdigit() and re.match(right, after))
+    )
+
+
+def last_spelled(text: str) -> re.Match[str] | None:
+    """Returns the last number in a text, with its lines apart, as `plain` writes it; None without
+    one, or where it is a piece of one that is not understood, as 345 of `12 345`."""
+    spelled = _AREA.sub("", plain(text.replace("\n", " ¶ ")))
+    found = next(reversed(list(NUMBER.finditer(spelled))), None)
+    return found if found and is_whole(spelled, *found.span()) else None
+
+
 def last_number(text: str) -> Number | None:
     """Returns the last number in a text; None without one, or where it is part of an expression."""
-    spelled = _AREA.sub("", plain(text))
-    found = list(NUMBER.finditer(spelled))
-    if not found:
+    found = last_spelled(text)
+    if found is None:
         return None
-    before, after = spelled[: found[-1].start()], spelled[found[-1].end() :]
-    value = _to_fraction(found[-1][0])
+    before, after = found.string[: found.start()], found.string[found.end() :]
+    value = _to_fraction(found[0])
     percent = re.match(r"\s?\\?%|\s?per\s?cent", after)
     if value is None or _BEFORE.search(before[-200:]) or _changed(before, after):
         return None
@@ -287,7 +362,7 @@ def last_number(text: str) -> Number | None:
         unit = _UNIT.match(after)
         if unit is None or unit_of(unit[0]) is None:
             return None
-    return Number(value, percent is not None, step=step_of(found[-1][0], value))
+    return Number(value, percent is not None, step=step_of(found[0], value))
 
 
 def given_number(text: str) -> Number | None:
@@ -309,17 +384,41 @@ def given_expression(text: str) -> str | Number | None:
         for whole in (answer, answer.replace("$", "")):
             if _is_expression(whole):
                 return whole
-        if formula := _FORMULA.search(answer):
-            return _unchanged(formula)
+        formula = _FORMULA.search(answer)
+        if _AMOUNT.match(answer) and not (formula and formula.start() == 0):
+            return _front(answer)
+        if formula:
+            joined = _JOINED.search(_CLAUSE.split(answer[formula.end() :], maxsplit=1)[0])
+            return None if joined else _unchanged(formula)
         if re.search(r"\d", answer):
-            return last_number(answer)
+            outside = re.sub(r"\([^()]*\)", "", answer)
+            return last_number(outside if re.search(r"\d", outside) else answer)
     if _is_expression(text):
         return text
     formulas = list(_FORMULA.finditer(text))
     tail = text[formulas[-1].end() :] if formulas else text
     if formulas and not re.search(r"\d", tail):
-        return _unchanged(formulas[-1])
+        return _unchanged(formulas[-1]) and ", ".join(_list_of(formulas))
     return last_number(tail)
+
+
+def score_sum(completion: str, answer: str) -> float | None:
+    """Returns 1 if the number behind the last `=` of a completion (all of it without one) equals
+    the answer, else 0; None where the answer is not one number."""
+    last, wanted = completion.rsplit("=", 1)[-1].strip(), read_number(answer)
+    got = read_number(last) if NUMBER.fullmatch(last) else None
+    return None if wanted is None else float(got is not None and got.same(wanted))
+
+
+def _front(answer: str) -> Number | None:
+    """Returns the number that an answer in prose begins with; None where another belongs to it, as
+    in `2 hours and 30 minutes`, unless it goes on with what that is: `5 times 3, which is 15`."""
+    for part in re.split(r",? (?:which (?:is|equals)|that is|i\.e\.),? ", answer):
+        value = _CLAUSE.split(part, maxsplit=1)[0].rpartition("=")[2]
+        alone = len(NUMBER.findall(plain(value))) == 1 and not _FORMULA.search(value)
+        if alone and _AMOUNT.match(part):
+            return last_number(value)
+    return None
 
 
 def given_texts(text: str) -> list[str]:
@@ -327,6 +426,8 @@ def given_texts(text: str) -> list[str]:
     for answer in (marked(text), stated(text)):
         if answer is not None:
             return [answer]
+    chosen = _choice(text)
+    text = "" if chosen and _GOES_ON.search(chosen[1]) else text
     return [text, *(m[m.lastindex or 0] for m in list(_FORMULA.finditer(text))[-1:])]
 
 
@@ -338,6 +439,7 @@ def plain(text: str) -> str:
     text = _REPEATING.sub(_repeating, text)
     text = _FRACTION.sub(_fraction, text)
     text = _TIMES_TEN.sub(lambda m: f"{'' if m['times'] else '1'}e{m['braced'] or m['bare']}", text)
+    text = _UPRIGHT_UNIT.sub(lambda m: f" {_UPRIGHT[m[1]]} ", text)
     for _ in range(3):  # one in another
         text = _WRAPPER.sub(r" \1 ", text)
     text = re.sub(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree", "°", text)
@@ -347,17 +449,20 @@ def plain(text: str) -> str:
 
 def tidy(text: str) -> str:
     """Returns a text in ASCII where it is typographic, without LaTeX's spaces and separators."""
+    text = re.sub(_GROUPS, ",", text)
     for old, new in _CHARACTERS.items():
         text = text.replace(old, new)
     text = re.sub(r"[¼-¾⅐-⅞]", lambda m: " " + _ascii(m[0]), text)
     text = re.sub(r"[⁰¹²³⁴-⁹⁻]+", lambda m: "^{" + _ascii(m[0]) + "}", text)
-    text = re.sub(r"(?<=\d)(?:\{,\}|,?\\!|\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)
+    text = _LETTER.sub(r"\1 ", text)
     text = re.sub(r"\\!|\\(?:displaystyle|textstyle|limits|bigl?|bigr)(?![A-Za-z])", "", text)
     return re.sub(r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])", " ", text)
 
 
+_GROUPS = re.compile(r"(?<=\d)(?:\{,\}|,?\\!|\\[,;: ]|[~\u00a0\u202f\u2009])(?=\d{3}(?!\d))")
 _CHARACTERS = {"\u2212": "-", "\u2013": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot "}
 _CHARACTERS |= {"\u00a0": " ", "\u202f": " ", "\u2009": " ", "\uff0c": ",", "\u2044": "/"}
+_CHARACTERS |= {"\u00f7": "\\div "}
 _CHARACTERS |= {"\\colon": ":"}
 
 
@@ -379,6 +484,19 @@ def _unchanged(formula: re.Match[str]) -> str | None:
     before, after = formula.string[: formula.start()], formula.string[formula.end() :]
     changed = _changed(before, after) or re.match(rf"\s?(?:{_SCALE})s?\b", after)
     return None if changed else str(formula[formula.lastindex or 0])
+
+
+def _list_of(formulas: list[re.Match[str]]) -> list[str]:
+    """Returns the last formula and those that `and` or `or` joins to it: `$x=3$ and $x=5$`."""
+    text, at = formulas[0].string, len(formulas) - 1
+    texts = [str(formula[formula.lastindex or 0]) for formula in formulas]
+    names = [one.rpartition("=")[0].strip() for one in texts]
+    between = [text[a.end() : b.start()].strip() for a, b in itertools.pairwise(formulas)]
+    while (
+        at and names[at - 1] == names[-1] and between[at - 1] in ("and", "or", ", and", ", or", ",")
+    ):
+        at -= 1
+    return texts[at:] if between and between[-1] != "," else texts[-1:]
 
 
 def _is_expression(text: str) -> bool:
@@ -421,27 +539,53 @@ def _last_boxes(text: str) -> tuple[int, str] | None:
 
 
 def unit_of(rest: str) -> str | None:
-    """Returns the unit that the text behind a number is: "" if none, None if it is no unit."""
-    rest = rest.rstrip(" .,;:")
+    """Returns the unit that the text behind a number is, as `m·s^-2`; "" if none, None if it is no
+    unit. Of a price that is its currency: `5 dollars per hour` is `$`."""
+    rest = re.sub(r"\\[dt]?frac\s*\{ ([^{}]*)\}\s*\{ ([^{}]*)\}", r" \1/\2", rest).rstrip(" .,;:")
     m = _UNIT.fullmatch(rest)
     if rest == "" or m is None:
         return "" if rest == "" else None
-    if m["degree"] or m["ordinal"]:
-        return "°" if m["degree"] else ""
-    words = [re.sub(r"[.']", "", word).lower() for word in re.split(r"[ /-]+", m["words"])]
-    known = [_UNITS.get(word) or _UNITS.get(word.removesuffix("s")) for word in words]
-    if any(word in _NO_UNITS or word.removesuffix("s") in _NO_UNITS for word in words):
+    if m["words"] is None:
+        return "" if m["degree"] is None else f"°{m['degree'][:1].upper()}"
+    spelled = re.sub(r"[.']", "", m["words"].replace("\\cdot", " "))
+    words = [word for word, _ in _WORD.findall(spelled)]
+    if any({word.lower(), word.lower().removesuffix("s")} & _NO_UNITS for word in words):
         return None
-    if not known[0] and (not m["space"] or len(words[0]) < 2):
+    if not _known(words[0]) and (not m["space"] or len(words[0]) < 2):
         return None
     if not m["space"] and len(words[0]) < 2 and words[0].isalpha():  # a variable, as in 5m
         return None
-    if "/" in m["words"] or "per" in words:
-        return ""
-    powers = {"square": "^2", "sq": "^2", "cubic": "^3"}
-    power = "".join(m["power"] or "").strip(" {}").replace(" ", "").replace("{", "")
-    power = next((powers[word] for word in words if word in powers), power)
-    return next((name + power for name in known if name), "")
+    powers: dict[str, int] = {}
+    parts = re.split(r"/|\b(?:per|an?|each|every)\b", spelled, flags=re.IGNORECASE)
+    for at, part in enumerate(parts):
+        found = [(_known(word), word.lower(), power) for word, power in _WORD.findall(part)]
+        area = next((_AREAS[word] for _, word, _ in found if word in _AREAS), 1)
+        units = [(unit, power) for unit, word, power in found if unit]
+        whole = len(units) == sum(word not in _AREAS for _, word, _ in found)
+        if not whole and len(found) > 1 and any(power for *_, power in found):
+            return None
+        for unit, power in units if whole else units[:1]:
+            if unit in _MONEY:
+                return unit
+            digits = re.search(r"-?\d", power)
+            powers.setdefault(unit, 0)
+            powers[unit] += (int(digits[0]) if digits else area) * (-1 if at else 1)
+        if not powers:
+            return ""
+    return "·".join(unit + f"^{n}" * (n != 1) for unit, n in sorted(powers.items()))
+
+
+def _known(word: str) -> str:
+    """Returns one spelling of a unit, or ""; capitals count where there are two, as mW and MW."""
+    singular = word.removesuffix("s")
+    lower = _LOWER.get(word.lower()) or _LOWER.get(singular.lower()) or ""
+    return _UNITS.get(word) or _UNITS.get(singular) or lower
+
+
+def units_agree(a: str, b: str) -> bool:
+    """Returns whether two answers with these units may be equal: one may leave its unit out, and
+    of degrees their scale."""
+    return "" in (a, b) or a == b or ("°" in (a, b) and a[0] == b[0])
 
 
 def _repeating(m: re.Match[str]) -> str:
@@ -498,6 +642,8 @@ def literal(text: str) -> str | None:
     bare = re.sub(r"\s*([,:])\s*", r"\1 ", plain(text.replace("$", ""))).strip(" .,;:\"'`")
     if m := re.fullmatch(r"\(([A-Ja-j])\)|([A-J])", bare):
         return (m[1] or m[2]).lower()
+    if m := re.fullmatch(r"(?:\(([A-J])\)|([A-J])[.)]) ([\w$\\-].*)", bare):
+        return f"{m[1] or m[2]}. {m[3]}".lower()
     if _NO_EXPRESSION.search(bare):
         return spelled(text).lower()
     if _ORDER.fullmatch(bare):
@@ -505,7 +651,9 @@ def literal(text: str) -> str | None:
     if re.search(r"[\\=^_+*/<>|{}≤≥]", bare) or read_number(text) is not None:
         return None
     words = [word.lower() for word in re.findall(r"[A-Za-z]+", bare)]
-    wrapped = [word for m in _WRAPPER.finditer(text) for word in re.findall(r"[A-Za-z]+", m[1])]
+    wrapped = [
+        word for m in _WRAPPER.finditer(tidy(text)) for word in re.findall(r"[A-Za-z]+", m[1])
+    ]
     short = re.fullmatch(r"[A-Z][a-z]{1,2}|yes|no|odd", bare)  # and not a product, as `xy` is
     long = any(len(word) > 3 for word in words if word not in _NAMES)
     if short or long or set(wrapped) - {"or", "and"}:
@@ -521,14 +669,18 @@ def _words(text: str) -> str:
 def same_literal(wanted: str, text: str) -> bool:
     """Returns whether a text is a literal answer. For a choice its letter is enough, optionally
     followed by what it stands for; for a number in a base its digits are enough."""
-    if len(wanted) == 1:
-        m = re.match(
-            r"\(([A-Ja-j])\)|([A-Ja-j])(?:[.:)]|\Z)", plain(text.replace("$", "")).strip(" *`")
-        )
-        return m is not None and (m[1] or m[2]).lower() == wanted
+    if m := re.fullmatch(r"([a-j])(?:\. (.+))?", wanted):
+        letter, behind = _choice(text) or ("", "")
+        return letter == m[1] and (not m[2] or _words(behind) in ("", m[2]))
     digits, base, _ = wanted.partition("_")
     same = wanted in (literal(text), _words(text))
     return same or (bool(base) and spelled(text).lower() == digits)
+
+
+def _choice(text: str) -> tuple[str, str] | None:
+    """Returns the small letter of the choice that a text begins with, and what is behind it."""
+    m = _CHOICE.match(plain(text.replace("$", "")).strip(" *`"))
+    return ((m[1] or m[2]).lower(), "" if m[3] else m[4]) if m else None
 
 
 def same_answer(a: str, b: str) -> bool:
@@ -539,6 +691,16 @@ def same_answer(a: str, b: str) -> bool:
     return spelled(a) == spelled(b)
 
 
+_CHOICE = re.compile(
+    r"(?:(?:option|choice) )?(?:\( ?([A-J]) ?\)|([A-J])(?=[.:)]|,? (?:because|since|as|for)\b|\Z))"
+    r"(?! ?(?:,|/|&|or\b|and\b) ?\(?[A-J]\b)[.:)*]* ?(,? ?(?:because|since|as|for)\b)?(.*)",
+    re.IGNORECASE,
+)
+_GOES_ON = re.compile(
+    r"[.!?;] \S|, (?:so|but|and)\b"
+    r"|\A(?:is|are|was|has|does|can|cannot|holds)\b(?! (?:the )?(?:correct|right|answer))"
+)
+"""Behind a choice: its text is none of one option, but comes to a conclusion."""
 _NO_EXPRESSION = re.compile(
     r"\d\s?:\s?\d|\b\d{4}-\d{1,2}-\d{1,2}\b|\b\d{1,2}/\d{1,2}/\d{2,4}\b|\A[0-9A-Fa-f]+\s*_"
 )

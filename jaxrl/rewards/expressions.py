@@ -31,6 +31,7 @@ from jaxrl.rewards.answers import (
     spelled,
     tidy,
     unit_of,
+    units_agree,
 )
 
 # At every call it would warn that nobody limits its time: a process of ours does.
@@ -49,6 +50,13 @@ _CASES = replace(
     lowercase_symbols=False,
 )
 """R and r are two symbols."""
+_DIVISORS = re.compile(
+    r"\\(?:(?:operatorname|text|mathrm)\s*\{\s*)?(gcd|lcm)(?![A-Za-z])\s*\}?"
+    r"(?=\s*(?:\\left)?(\([-\d,\s]+(?:\\right)?\)|))"
+)
+"""Of numbers, or of anything else: their reader would compute that gcd(a, b) = 1."""
+_GAMMA = re.compile(r"\\Gamma(?![A-Za-z])(?!\s*(?:_|\(|\\left))")
+"""Their reader takes the symbol, but not the function, for Euler's constant."""
 _FUNCTIONS = re.compile(
     r"(?<![A-Za-z\\])(pi|infty|sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan)(?![A-Za-z])"
 )
@@ -57,8 +65,8 @@ _CHARACTERS |= {"≠": r"\ne ", "∪": r"\cup ", "±": r"\pm ", "°": r"^\circ "
 _CHARACTERS |= {r"\langle": "(", r"\rangle": ")", r"\mathbb R": r"\mathbb{R}"}
 _CHARACTERS |= {r"\varnothing": r"\emptyset ", r"\lbrace": r"\{", r"\rbrace": r"\}"}
 _UNIT = re.compile(
-    r"(?<=\S)\s*\\(?:text|mbox|mathrm|textrm|rm)"
-    r"\s*\{\s*(?!\s*(?:or|and|if|when|for)\b)[A-Za-z. ]+\}"
+    r"(?<=[^\s^_])\s*\\(?:text|mbox|mathrm|textrm|rm)"
+    r"\s*\{\s*(?!\s*(?:or|and|if|when|for)\b)[A-Za-z./ ]+(?:\^[23] *)?\}"
     r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?\s*\Z"
 )
 _BARE_UNIT = re.compile(
@@ -90,8 +98,7 @@ def _may_be_one(gold: str, found: str) -> bool:
     """Returns whether the brackets and units of two answers allow them to be equal: a set in braces
     is no tuple, an interval without its ends is not one with them, a tuple is a list only in the
     same order, and \\text{ cm} behind an expression is not \\text{ m}."""
-    units = {unit for text in (gold, found) if (unit := _unit(text))}
-    if len(units) > 1:
+    if not units_agree(*(_split_unit(text)[1] for text in (gold, found))):
         return False
     (a, these), (b, those) = _parts(gold), _parts(found)
     if "" in (a, b) or a == b or {a, b} == {"{}", ","}:
@@ -168,6 +175,10 @@ def _equal_expressions(gold: Any, found: Any) -> bool:
         ]
         if derivatives[0] != derivatives[1]:
             return False
+    # To math-verify, names of several letters such as R_1 and Omega are the same in small letters.
+    names = [{symbol.name for symbol in one.free_symbols} for one in (gold, found)]
+    if names[0] != names[1] and len({frozenset(map(str.lower, one)) for one in names}) == 1:
+        return False
     return bool(verify([gold], [found], timeout_seconds=None))
 
 
@@ -286,11 +297,12 @@ def _parts(text: str) -> tuple[str, list[str]]:
     return ("," if len(parts) > 1 else "", parts)
 
 
-def _unit(text: str) -> str:
-    r"""Returns the known unit behind an expression, as in `10\sqrt3\text{ cm}`, or ""."""
+def _split_unit(text: str) -> tuple[str, str]:
+    r"""Returns an expression without the unit behind it, as in `10\sqrt3\text{ cm}`, and that."""
     text = tidy(text).replace("$", "").rstrip(" .,;:*`")
     m = _UNIT.search(text) or _BARE_UNIT.search(text)
-    return (unit_of(plain(m[0])) or "") if m else ""
+    unit = unit_of(plain(f"1{m[0]}")[1:]) if m else None
+    return (text, "") if m is None or unit is None else (text[: m.start()], unit)
 
 
 def _latex(text: str) -> str:
@@ -300,8 +312,10 @@ def _latex(text: str) -> str:
     text = re.sub(r"\\[dtc]?frac(?=\s*[{\d])", r"\\frac", tidy(text))
     text = re.sub(r"\\[()]|\\\[|\\\](?!\])", " ", text)
     text = re.sub(r"\s+", " ", text.replace("$", "")).lstrip(" ,;:*`").rstrip(" .,;:*`")
-    text = _BARE_UNIT.sub("", _UNIT.sub("", text))
+    text = _split_unit(text)[0]
     text = re.sub(r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup ", _FUNCTIONS.sub(r"\\\1 ", text))
+    text = _GAMMA.sub("G_{amma}", text)
+    text = _DIVISORS.sub(lambda m: f"\\{m[1]}" if m[2] else rf"\text{{{m[1]}}}", text)
     text = re.sub(r"\A[A-Za-z] ?\\in(?![A-Za-z])", "", text)
     exact, _, rounded = text.partition(r"\approx")
     text = rounded if rounded and re.fullmatch(r"\s*[A-Za-z]\s*", exact) else exact
@@ -314,10 +328,11 @@ def _latex(text: str) -> str:
 @lru_cache(maxsize=1024)
 def _expression(latex: str) -> Any:
     """Parses LaTeX into a sympy object, or None. Constants may have the imaginary unit."""
-    # It would read 42 from `4 2`, and f(x) from `f'(x)`.
+    # It would read 42 from `4 2`, f(x) from `f'(x)`, and `(n!)!` from `n!!`.
     if (
         not 0 < len(latex) <= LONGEST_EXPRESSION
         or "'" in latex
+        or "!!" in latex
         or re.search(r"\\[lc]?dots(?![A-Za-z])", latex)
         or re.search(r"(?<![_^\w.])(?<!frac )\d+ \d", latex)
     ):

@@ -24,7 +24,7 @@ from typing import Any
 
 import cloudpickle
 
-from jaxrl.data.tasks import correction
+from jaxrl.data.tasks import ARITHMETIC, correction
 from jaxrl.errors import UserError, near, shown
 from jaxrl.process.json_types import JsonObject, finite
 from jaxrl.process.plugin import is_plugin, load_source, locate
@@ -224,8 +224,8 @@ def _judge_of(source: ItemSource) -> Callable[[Item], object]:
 
     def judged(item: Item) -> object:
         score = verifier(item.opening + item.completion, item)
-        task = item.columns.get("task") if source.text == "auto" else source.text
-        if task != "arithmetic":
+        is_sum = source.text == "auto" and item.columns.get("task") == ARITHMETIC
+        if source.text != "arithmetic" and not is_sum:
             return score
         return score, correction(item.prompt, item.completion)
 

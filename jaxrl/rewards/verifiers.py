@@ -17,17 +17,18 @@ from functools import cache, lru_cache, wraps
 from typing import Any, Protocol
 
 from jaxrl.data.chat_template import CLOSES, OPENS
-from jaxrl.data.tasks import make_dataset, score
+from jaxrl.data.tasks import ARITHMETIC, make_dataset
 from jaxrl.errors import UserError, short, unknown
 from jaxrl.rewards.answers import (
-    NUMBER,
     final_answer,
     given_number,
+    is_whole,
     last_boxed,
+    last_spelled,
     marked,
-    plain,
     read_number,
     same_answer,
+    score_sum,
     whole_number,
 )
 from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool
@@ -96,8 +97,8 @@ def exact(completion: str, answer: str) -> float:
 def contains(completion: str, answer: str) -> float:
     """Returns 1 if the answer occurs in the completion as whole words, in any case of letters."""
     words = re.escape(answer.strip())
-    found = re.search(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE)
-    return float(bool(words) and found is not None)
+    found = re.finditer(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE)
+    return float(bool(words) and any(is_whole(completion, *m.span()) for m in found))
 
 
 @_with_answer
@@ -151,9 +152,9 @@ def reasoning_gym(completion: str, prompt: Judged) -> float | None:
     if text is None:
         return 0.0
     candidates = [final_answer(text)]
-    found = NUMBER.findall(plain(text))
+    found = last_spelled(text)
     if found and whole_number(str(entry["answer"])) is not None:
-        candidates.append(found[-1].replace(",", ""))
+        candidates.append(found[0].replace(",", ""))
     scores = [0.0]
     for candidate in candidates:
         # Its scorers raise what their parsers raise on text that is no answer: a wrong answer.
@@ -168,7 +169,7 @@ def auto(completion: str, prompt: Judged) -> float | None:
     task = str(prompt.columns.get("task", ""))
     if task.startswith("reasoning_gym/") and "entry" in prompt.columns:
         return reasoning_gym(completion, prompt)
-    if task == "arithmetic":
+    if task == ARITHMETIC:
         return VERIFIERS["arithmetic"](completion, prompt)
     answer = answer_of(prompt)
     if answer is not None and whole_number(final_answer(answer)) is not None:
@@ -186,7 +187,7 @@ VERIFIERS: dict[str, Verifier] = {
     "number": number,
     "boxed": boxed,
     "math": math,
-    "arithmetic": _with_answer(score),
+    "arithmetic": _with_answer(score_sum),
     "reasoning_gym": reasoning_gym,
 }
 BUILT_IN = frozenset(VERIFIERS)

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from jaxrl.data.tasks import EXPRESSIONS_HELD_OUT, Arithmetic, correction, score, solve, split_of
+from jaxrl.data.tasks import EXPRESSIONS_HELD_OUT, Arithmetic, correction, solve, split_of
 from jaxrl.errors import UserError
+from jaxrl.rewards.answers import score_sum
 
 TASKS = [
     Arithmetic(),
@@ -31,7 +32,7 @@ def test_every_step_has_the_value_of_the_expression(task, split):
         assert all(
             int(number) < 10**task.digits for number in re.findall(r"\d+", example.completion)
         )
-        assert score(example.completion, example.answer) == 1.0
+        assert score_sum(example.completion, example.answer) == 1.0
 
 
 def test_solution_by_hand():
@@ -97,10 +98,12 @@ def test_every_number_and_operator_occurs():
         ("76=", 0.0),
         ("76 apples", 0.0),
         ("", 0.0),
+        ("122-46=" + "7" * 4400, 0.0),
     ],
 )
 def test_score_reads_the_number_after_the_last_equals_sign(completion, expected):
-    assert score(completion, "76") == expected
+    assert score_sum(completion, "76") == score_sum(completion, "76.0") == expected
+    assert score_sum(completion, "Paris") is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from words import Words
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, is_missing, listed_rows, open_source
 from jaxrl.data.stream import PromptEncoder, PromptStream, eval_set
-from jaxrl.data.tasks import parse_options
+from jaxrl.data.tasks import ARITHMETIC, parse_options
 from jaxrl.data.tokenizer import decode_text, encode_completion, encode_prompt, load_tokenizer
 from jaxrl.errors import UserError
 
@@ -291,7 +291,7 @@ def test_a_mixture_is_shuffled_over_all_its_rows(tmp_path):
     spec = [prompts_file(tmp_path / "a.jsonl", 6), "arithmetic:size=6"]
     prompts = stream(spec, 12).batch(0)
     tasks = [prompt.columns.get("task") for prompt in prompts]
-    assert Counter(tasks) == {None: 6, "arithmetic": 6}
+    assert Counter(tasks) == {None: 6, ARITHMETIC: 6}
     assert tasks != sorted(tasks, key=str)
 
 

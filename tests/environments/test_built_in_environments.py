@@ -41,6 +41,17 @@ def test_the_calculator(text: str, answer: Answer) -> None:
     assert calculator.step(text, []) == answer
 
 
+@pytest.mark.parametrize(
+    ("answer", "turn"), [("3.5", "7/2=3.5"), ("1,234", "1234"), ("72.0", "72"), ("1/2", "1/2")]
+)
+def test_the_calculator_takes_every_number_as_an_answer(answer: str, turn: str) -> None:
+    calculator = Calculator()
+    calculator.row = {"prompt": "?", "answer": answer}
+    assert calculator.step(turn, []) == Answer(reward=1.0, done=True)
+    assert calculator.step("9.25", []) == Answer(reward=0.0, done=True)
+    assert calculator.step("2/4", []) == Answer("1/2")
+
+
 def test_the_calculator_has_limits() -> None:
     assert value_of("1+" * 99 + "1") == "100"
     assert value_of("1+" * 100 + "1") == value_of("(" * 99 + "1" + ")" * 99 + "+1+1") == "?"

@@ -512,6 +512,166 @@ def test_words_after_the_thoughts() -> None:
     assert judge("exact", "<think>Paris or Rome</think>\n\nRome\n", "Rome") == 1
 
 
+def both(verifier: str, a: str, b: str) -> set[float | None]:
+    return {judge(verifier, rf"\boxed{{{x}}}", y) for x, y in ((a, b), (b, a))}
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        r"m/s|meters per second|m s^{-1}|\frac{\text{m}}{\text{s}}|metres / second",
+        "km/h|km per hour|kph|kilometers an hour",
+        *("m|metre", "mph|miles per hour", "m/s^2|m/s²|meters per second^2"),
+        *("°C|degrees Celsius", "°F|degrees Fahrenheit"),
+        *("MB|megabytes", "GB|gigabyte", "kW|kilowatts|KW", "MW|megawatt", "mW", "kWh|KWH"),
+        *(r"\text{N}|newtons", r"\text{J}", "μm|um|micrometers", "nm", "ms", "ft^2|square feet"),
+        *("gallons", "tons", "hours per day", "minutes per day", "cubic cm|cm^3", "am", "pm"),
+    ],
+)
+def test_units_are_compared_as_a_whole(units: str) -> None:
+    """Prefixes, what they are per, powers, and scales of degrees; without a unit it is right."""
+    others = ["km/h", "m/s", "m", "°C", "°F", "GB", "kW", "MW", "kg", "s", "joule m"]
+    first, *same = units.split("|")
+    for unit in (first, *same):
+        for free in ("5", rf"5 {first}", "5 apples"):
+            assert both("number", rf"5 {unit}", free) == {1.0}, (unit, free)
+        different = [other for other in others if other not in units.split("|")]
+        for other in different:
+            assert both("number", rf"5 {unit}", rf"5 {other}") == {0.0}, (unit, other)
+    assert (
+        both("number", "25 °C", "25 degrees") == {1.0} == both("number", "$5", "5 dollars per hour")
+    )
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        # the upright i, e and d are letters
+        ("5", r"2+3\mathrm{i}", 0),
+        (r"\sqrt{3}", r"\sqrt{3}\,\mathrm{i}", 0),
+        ("x+2", r"x+2\mathrm{e}^2", 0),
+        ("2+3i", r"2+3\text{i}", 1),
+        ("-i", r"-\mathrm{i}", 1),
+        ("1+e", r"1+\mathrm{e}", 1),
+        (r"\frac{dy}{dx}=2x", r"\frac{\mathrm{d}y}{\mathrm{d}x}=2x", 1),
+        # what is no unit stays
+        (r"\sqrt{3}", r"\sqrt{3}\text{ million}", 0),
+        (r"\sqrt{3}", r"\sqrt{3}\mathrm{x}", 0),
+        (r"\sqrt{3}", r"\sqrt{3}\text{ m/s}", 1),
+        (r"\sqrt{3}\text{ km/h}", r"\sqrt{3}\text{ m/s}", 0),
+        (r"\sqrt{3}", r"\sqrt{3}\text{ apples}", 1),
+        # capitals are other symbols, also with an index and in a list
+        *[
+            (a, a.lower(), 0)
+            for a in ("R_1", r"\Omega", r"\Delta", r"\Gamma", "T_{max}", "(R_1,2)", "x=V_0")
+        ],
+        (r"\{M_1, M_2\}", r"\{m_1, m_2\}", 0),
+        ("R_1", "R_{1}", 1),
+        # of symbols nothing is computed
+        ("1", r"\gcd(a,b)", 0),
+        (r"\gcd(a,b)", r"\gcd(a,c)", 0),
+        (r"\operatorname{lcm}(a,b)", "ab", 0),
+        ("6", r"\gcd(12,18)", 1),
+        ("12", r"\operatorname{lcm}(3,5)", 0),
+    ],
+)
+def test_what_the_reader_of_latex_takes_for_another(a: str, b: str, verdict: float) -> None:
+    pytest.importorskip("math_verify")
+    assert both("math", a, b) == {verdict}
+
+
+@pytest.mark.parametrize(
+    ("rest", "answer", "others"),
+    [
+        ("$18 (9 eggs at $2 each).", "18", "9 2"),
+        ("72 clips (48 in April and 24 in May).", "72", "24 48"),
+        ("a total of 72 clips (48 in April and 24 in May).", "72", "24"),
+        ("72, which is 60% of 120.", "72", "120 60"),
+        ("5, since 8 - 3 = 5 and 2 are left.", "5", "2"),
+        ("5 because there are 3 red and 2 blue ones.", "5", "2"),
+        ("72 and it took 5 steps.", "72", "5"),
+        ("48 + 24 = 72 clips in total over all of both months.", "72", "48 24"),
+        ("half of 144, or 72.", "72", "144"),
+        ("5 times 3, which is 15.", "15", "5 3"),
+        ("1 hour and 12 minutes, i.e. 72 minutes.", "72", "1 12"),
+        ("about 10,000 dollars - 5,000 for each.", "10000", "5000"),
+        ("between 4 and 6, i.e. 5.", "5", "4 6"),
+        ("72 ✅", "72", ""),
+        ("Rs. 500", "500", "0.5"),
+        ("__72__", "72", ""),
+        ("seventy-two (72).", "72", ""),
+        # several quantities are no answer
+        ("2 hours and 30 minutes.", "", "2 30"),
+        ("5 feet 3 inches.", "", "5 3"),
+        ("5 to 6 apples.", "", "5 6"),
+        ("3-4 days.", "", "3 4"),
+        ("3 times as many.", "", "3"),
+        ("12 and 15.", "", "12 15"),
+        ("$2$ hours and $30$ minutes.", "", "2 30"),
+        (r"$5$ times $\sqrt{2}$.", "", "5 2"),
+    ],
+)
+def test_a_stated_answer_begins_with_its_value(rest: str, answer: str, others: str) -> None:
+    for opening in (
+        "The answer is ",
+        "Answer: ",
+        "The answer is: **",
+        "It rains.\nSo the answer is ",
+    ):
+        assert not answer or judge("number", opening + rest, answer) == 1, rest
+        for other in others.split():
+            assert judge("number", opening + rest, other) == 0, (rest, other)
+
+
+def test_formulas_that_are_joined_are_one_answer() -> None:
+    pytest.importorskip("math_verify")
+    for said in ("The solutions are $x=3$ and $x=5$.", "We get $3$, $4$ or $5$."):
+        wanted = "3,5" if "x" in said else "3,4,5"
+        assert judge("math", said, wanted) == 1 and judge("math", said, "5") == 0
+    assert judge("math", "With $n=5$ and $m=7$.", "7") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "choice"),
+    [
+        ("A: Let me think. It takes 3 hours, so the correct option is (C).", "C"),
+        ("(A) is ruled out, so the correct option is (B).", "B"),
+        ("The answer is B, because it rains.", "B"),
+        ("The answer is (B) since A is wrong.", "B"),
+        ("The correct answer is option B.", "B"),
+        (r"\boxed{\text{Option B}}", "B"),
+        (r"\boxed{(\text{B})}", "B"),
+        ("(A) is correct.", "A"),
+        ("B. Paris", "B"),
+        ("A. Paris is French.\nB. Rome is not.\nC. Berlin is German.", None),
+        ("A) is wrong since 3 < 4. B) holds. Therefore, B.", None),
+        ("The answer is (A) or (B).", None),
+        (r"\boxed{A, B}", None),
+    ],
+)
+def test_a_choice_is_what_a_completion_concludes(said: str, choice: str | None) -> None:
+    pytest.importorskip("math_verify")
+    for letter in "ABC":
+        assert judge("math", said, letter) == (letter == choice), letter
+
+
+@pytest.mark.parametrize(
+    "label", ["(D) %s", "D. %s", "D) %s", r"\textbf{(D)}\ %s", r"\text{(D) } %s"]
+)
+def test_a_reference_answer_may_have_the_text_of_its_choice(label: str) -> None:
+    pytest.importorskip("math_verify")
+    for answer in (label % "15", label % "Paris"):
+        for right in ("D", "(D)", r"\textbf{(D)}", "Option D", answer):
+            assert judge("math", rf"\boxed{{{right}}}", answer) == 1, right
+        for wrong in ("C", r"\text{(C)}", label % "16", answer.replace("D", "C")):
+            assert judge("math", rf"\boxed{{{wrong}}}", answer) == 0, wrong
+
+
+def test_a_double_factorial_is_no_factorial_of_a_factorial() -> None:
+    pytest.importorskip("math_verify")
+    assert both("math", "720", "3!!") == {0.0, None}
+
+
 def test_the_marks() -> None:
     assert marked(r"\boxed{1} \boxed{\{2\}}") == r"\{2\}"
     assert marked(r"$\boxed{1}$, $\boxed{2}$ and $\boxed{3}$") == "1, 2, 3"
