@@ -50,6 +50,7 @@ _FORMS: dict[str, tuple[object, ...]] = {
 KNOWN = (
     *(*TARGETS, "qkv_proj", "gate_up_proj"),
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    *("per_layer_input_gate", "per_layer_projection"),
 )
 """Names of projections in some family."""
 
@@ -145,8 +146,8 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
         if not unread.intersection(f"{_named(name)}.lora_A.weight" for name in names):
             continue
         targets.append(target)
-        n_out, n_in = kernel_shapes[names[0]]
         for name in names:
+            n_out, n_in = kernel_shapes[name]
             shapes = {"lora_A": (lora.rank, n_in), "lora_B": (n_out, lora.rank)}
             expected = {f"{_named(name)}.{key}.weight": shape for key, shape in shapes.items()}
             weights.check(tensors, expected)

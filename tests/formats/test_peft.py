@@ -10,7 +10,15 @@ import pytest
 import safetensors.numpy
 from cases import and_slow
 from references.tiny import ADAPTED, BASE, batch, random_tensors
-from tiny_models import REFERENCES, Memory, loss_and_logits, make_mesh, tiny_config
+from tiny_models import (
+    NAMES,
+    REFERENCES,
+    Memory,
+    loss_and_logits,
+    make_mesh,
+    random_adapters,
+    tiny_config,
+)
 
 from jaxrl import load_model
 from jaxrl.checkpoint.model_source import resolve_model
@@ -313,3 +321,16 @@ def test_layers_of_two_kinds_have_each_their_adapters(targets):
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(moved)))
     names = {name.split(".")[2] + "." + name.split(".")[-2] for name in pairs}
     assert "0.q_proj" in names and "1.in_proj_qkv" in names and "1.q_proj" not in names
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_of_any_family_is_read_as_it_was_written(tmp_path, name):
+    """Also where a projection has other shapes in some layers than in others."""
+    config = replace(tiny_config(name), lora=Lora(2, 6.0))
+    pairs = peft.pairs_of(config, jax.tree.map(np.asarray, random_adapters(config)))
+    folder = peft.write(tmp_path / "final", config, "org/base", pairs)
+    lora, again = peft.read_pairs(folder, config.base, config.lora)
+    assert lora == config.lora
+    assert set(peft.read_settings(folder)[0].targets) == set(lora.targets)
+    assert again.keys() == pairs.keys()
+    assert all((again[name][i] == pairs[name][i]).all() for name in pairs for i in (0, 1))
