@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -323,13 +323,12 @@ def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
 
 def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, Path]]:
     """Returns the files of the weights in a folder and, where they are those of an index, which of
-    them it says should hold each tensor. A whole file counts more than an index, which may be that
-    of an earlier save; in transformers too.
+    them it says should hold each tensor.
 
     Raises:
         UserError: an index that names no file, one that is missing, or one outside of the folder.
     """
-    if (folder / single).is_file() or not (folder / index).is_file():
+    if in_one_file([file for file in (single, index) if (folder / file).is_file()], single, index):
         return [folder / single], {}
     file_of = read_index(folder / index)
     for file in sorted(set(file_of.values())):
@@ -337,6 +336,12 @@ def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dic
             raise UserError(f"{short(str(folder / file), 300)} is missing, but {index} names it")
     places = {name: folder / file for name, file in file_of.items()}
     return sorted(set(places.values())), places
+
+
+def in_one_file(there: Collection[str], single: str = SINGLE, index: str = INDEX) -> bool:
+    """Returns whether weights are in a single file, of the names of the files of a model. It counts
+    more than an index, which may be that of an earlier save; in transformers too."""
+    return single in there or index not in there
 
 
 def read_index(index: Path) -> dict[str, str]:
