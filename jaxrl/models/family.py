@@ -155,8 +155,9 @@ class Family:
     prepare: Callable[[Raw], Raw] = lambda raw: raw
     """A `config.json` with the fields that all families share as all others have them."""
     read: Callable[[Raw], JsonObject] = lambda _: {}
-    """Fields of `DecoderConfig` beyond those that all share, of a `config.json`. Raises UserError
-    for settings that would give silently wrong numbers."""
+    """Fields of `DecoderConfig` beyond those that all share, of a `config.json` whose
+    `max_position_embeddings` are all positions that the model has. Raises UserError for settings
+    that would give silently wrong numbers."""
     write: Callable[[DecoderLike], JsonObject] = lambda _: {}
     """What `read` and transformers need beyond the fields that all share."""
 
@@ -248,8 +249,8 @@ def read_window(raw: Raw, default: int | None = None) -> tuple[LayerKind, ...]:
     none, and so does one that no sequence is longer than."""
     if raw.get("sliding_window", default) is None:
         return (LayerKind(),)
-    window, positions = size(raw, "sliding_window", default), raw.get("max_position_embeddings")
-    return (LayerKind(None if positions is not None and window >= positions else window),)
+    window = size(raw, "sliding_window", default)
+    return (LayerKind(None if window >= raw["max_position_embeddings"] else window),)
 
 
 def written_windows(config: DecoderLike) -> JsonObject:

@@ -159,6 +159,12 @@ def test_windows_are_what_a_config_says_and_what_it_leaves_out() -> None:
     raw |= {"max_position_embeddings": 32768}
     assert DecoderConfig.from_hf(raw).windows == {4096: 2}
     assert DecoderConfig.from_hf(raw | {"sliding_window": None}).windows == {None: 2}
+    wide = raw | {"sliding_window": 32, "max_position_embeddings": 32}  # sees all of a sequence,
+    for rope, window in ((None, None), ("yarn", 32), ("dynamic", 32)):  # unless it is longer
+        scaling = rope and {"rope_type": rope, "factor": 4.0}
+        config = DecoderConfig.from_hf(wide | {"rope_parameters": None, "rope_scaling": scaling})
+        assert config.windows == {window: 2}
+        assert DecoderConfig.from_hf(config.to_hf("float32")) == config
     raw = {k: v for k, v in RAW_CONFIGS["qwen2_sliding"].items() if k != "layer_types"}
     assert DecoderConfig.from_hf(raw).windows == {None: 1, 6: 2}
     assert DecoderConfig.from_hf(raw | {"max_window_layers": 9}).windows == {None: 3}
