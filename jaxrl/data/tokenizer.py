@@ -39,8 +39,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     """Loads the tokenizer of a Hugging Face folder or a `.gguf` file; returns None where a folder
     has none.
 
-    Nothing is fetched: only files that are there are read. No code in them is run
-    (`trust_remote_code` is always False).
+    Texts are split as its `tokenizer.json` says, the file that the model was trained with: some
+    classes of transformers that a config names split them in a way of their own. Nothing is
+    fetched: only files that are there are read. No code in them is run (`trust_remote_code` is
+    always False).
 
     Raises:
         UserError: nothing at `path`, or tokenizer files that cannot be read.
@@ -56,11 +58,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
         return None
     # It advises to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer  # takes seconds
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # take seconds
 
+    whole = (place / hf.TOKENIZER).is_file()
     try:
         with _panics("cannot be read"):
-            loaded = AutoTokenizer.from_pretrained(
+            loaded = (PreTrainedTokenizerFast if whole else AutoTokenizer).from_pretrained(
                 str(place), local_files_only=True, trust_remote_code=False
             )
             loaded("x")  # what its config says of the wrong type is first read here

@@ -3,7 +3,6 @@ their metadata describe."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -675,17 +674,6 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     file = open_gguf(path)
     with about(path), user_input("the metadata cannot be understood"):
         return build_tokenizer(file)
-
-
-def save_tokenizer(path: str | os.PathLike[str], folder: Path) -> None:
-    """Writes it into a Hugging Face folder; transformers 4 and 5 read it."""
-    load_tokenizer(path).save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
-    raw = json.loads(file.read_text(encoding="utf-8"))
-    for key in ("backend", "is_local", "local_files_only"):
-        raw.pop(key, None)
-    raw["tokenizer_class"] = "PreTrainedTokenizerFast"
-    file.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
 def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:

@@ -49,9 +49,10 @@ SHARD_BYTES = 5_000_000_000
 MOST_HEADER = 1 << 24
 """Bytes of a safetensors header; those of the largest mixtures in one file have 11 MB. The library
 takes seconds for what it would read at most, 100 MB, and hears no Ctrl-C in them."""
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER,
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -308,17 +309,27 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
-    """Copies the tokenizer and chat templates of a folder, or writes those of a GGUF file."""
-    if Path(source).is_file():
-        from jaxrl.formats import gguf  # needs hf
+    """Copies the tokenizer and chat templates of a folder, or writes those of a GGUF file.
 
-        gguf.save_tokenizer(source, folder)
-        return
-    for pattern in TOKENIZER_FILES:
-        for file in filter(Path.is_file, Path(source).glob(pattern)):
-            target = folder / file.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target)
+    What is written has transformers 4 and 5 read `tokenizer.json` as it is: the class that they
+    would choose depends on the model, of which a folder of adapters says nothing.
+    """
+    if Path(source).is_file():
+        from jaxrl.formats import gguf
+
+        gguf.load_tokenizer(source).save_pretrained(folder)
+    else:
+        for pattern in TOKENIZER_FILES:
+            for file in filter(Path.is_file, Path(source).glob(pattern)):
+                target = folder / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+    if (folder / TOKENIZER).is_file():
+        file = folder / TOKENIZER_CONFIG
+        raw = read_json(file) if file.is_file() else {}
+        for key in ("backend", "is_local", "local_files_only"):  # of transformers 5 alone
+            raw.pop(key, None)
+        write_json(file, raw | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, Path]]:
