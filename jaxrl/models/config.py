@@ -225,8 +225,6 @@ class DecoderConfig:
     def of(self, kind: LayerKind) -> DecoderConfig:
         """Returns the model with one layer, of this kind; its adapters are those for the
         projections that it has."""
-        if self.n_layers == 1 and self.kinds == (kind,):
-            return self
         one = replace(
             self,
             n_layers=1,

@@ -244,6 +244,13 @@ def read_windows(
     return tuple(sliding if kind == SLIDING else given(full, LayerKind()) for kind in types)
 
 
+def window_of(raw: Raw) -> int | None:
+    """Reads `sliding_window`; null says that none of the `layer_types` slides."""
+    if raw["sliding_window"] is None and raw.get("layer_types") is not None:
+        return None
+    return size(raw, "sliding_window")
+
+
 def read_window(raw: Raw, default: int | None = None) -> tuple[LayerKind, ...]:
     """Reads the kind of layers that all have the `sliding_window` of a `config.json`; null means
     none, and so does one that no sequence is longer than."""

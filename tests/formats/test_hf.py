@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec
 from references.tiny import batch
 from tiny_models import NAMES, RAW_CONFIGS, Memory, make_mesh, tiny_config, tiny_model, tiny_tensors
 
+from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
 from jaxrl.models import decoder, parameters
@@ -176,6 +178,26 @@ def test_windows_are_what_a_config_says_and_what_it_leaves_out() -> None:
     config = DecoderConfig.from_hf(raw)
     assert config.windows == {5: 6, None: 2}
     assert {config.rope_theta, *(kind.rope_theta for kind in config.kinds)} == {7e5, None}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_are_kept_are_written_and_read_or_refused(name: str) -> None:
+    """Any layers: what cannot be written as a config.json is refused before anything is written."""
+    config = tiny_config(name)
+    n, shapes = config.n_layers, weights.tensor_shapes(config)
+    kinds = config.kinds * (n // len(config.kinds))
+    source = ModelSource(name, Path(name), config, Memory({}), None)
+    for keep in [*itertools.combinations(range(n), 1), *itertools.combinations(range(n), 2)]:
+        slides_last = config.family.startswith("gemma4") and kinds[keep[-1]].window is not None
+        if config.lenders or all(kinds[i].recurs for i in keep) or slides_last:
+            with pytest.raises(UserError):
+                source.keep_layers(keep)
+            continue
+        kept = source.keep_layers(keep)
+        assert DecoderConfig.from_hf(kept.config.to_hf("float32")) == kept.config
+        assert isinstance(kept.tensors, weights.KeptLayers)
+        for tensor, shape in weights.tensor_shapes(kept.config).items():
+            assert shape == shapes[kept.tensors.stored_name(tensor)]
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
