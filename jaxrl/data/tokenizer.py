@@ -30,6 +30,7 @@ _BORDERS = ("\n", "0", "|", "x")
 """Texts that a text is tokenised behind where its first token must not begin with a space that is
 not there."""
 NO_TOKENIZER = "{} cannot be read: the model folder has no tokenizer; give token ids"
+_OF_GGUF = "; of a GGUF file, in those of the folder that `jaxrl export FILE.gguf FOLDER` writes"
 _MOST_GROWTH = 1024
 _SHOWN = 5
 """Differing ids that an error names; the others are counted."""
@@ -368,11 +369,11 @@ def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: 
     if student != teacher:
         raise UserError(
             f"the tokenizers have different EOS ids: student {student}, teacher {teacher}; set the "
-            "same eos_token in both tokenizer_config.json"
+            f"same eos_token in both tokenizer_config.json{_OF_GGUF}"
         )
     raise UserError(
         f"the models have different EOS ids: student {sorted(ours)}, teacher {sorted(theirs)}; "
-        "set the same eos_token_id in both generation_config.json (or config.json)"
+        f"set the same eos_token_id in both generation_config.json (or config.json){_OF_GGUF}"
     )
 
 
