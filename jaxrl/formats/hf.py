@@ -44,6 +44,8 @@ WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PEFT = "base_model.model."
+"""How names of tensors of adapters begin."""
 SHARD_BYTES = 5_000_000_000
 """Largest safetensors file that is written, unless one tensor is larger."""
 MOST_HEADER = 1 << 24
@@ -118,9 +120,10 @@ class SafetensorsFolder:
         for file in self._files:
             for name, entry in _read_header(file).items():
                 if self._file_of.get(name, file) == file:  # of two, the one that the index names
-                    # models of images and text too put a prefix to it
-                    name = re.sub(r"^language_model\.(model|lm_head)\.", r"\1.", name)
-                    self._entries[re.sub(r"^model\.language_model\.", "model.", name)] = entry
+                    # models of images and text too put a prefix to it, and PEFT one before
+                    name = re.sub(rf"^({PEFT})?language_model\.(model|lm_head)\.", r"\1\2.", name)
+                    name = re.sub(rf"^({PEFT})?model\.language_model\.", r"\1model.", name)
+                    self._entries[name] = entry
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -152,6 +152,9 @@ class Family:
     together."""
     whole: str | None = None
     """`model_type` of models of images and text too, whose `text_config` is one of this family."""
+    within: str = "model."
+    """How names of tensors begin in what `AutoModelForCausalLM` of transformers, and so PEFT, makes
+    of such a model: the text alone, or all of it."""
     prepare: Callable[[Raw], Raw] = lambda raw: raw
     """A `config.json` with the fields that all families share as all others have them."""
     read: Callable[[Raw], JsonObject] = lambda _: {}

@@ -1,6 +1,7 @@
 """Folders of adapters: against peft (committed arrays), and what is refused of them."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -334,3 +335,31 @@ def test_a_file_of_any_family_is_read_as_it_was_written(tmp_path, name):
     assert set(peft.read_settings(folder)[0].targets) == set(lora.targets)
     assert again.keys() == pairs.keys()
     assert all((again[name][i] == pairs[name][i]).all() for name in pairs for i in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "start"),
+    [
+        ("gemma3", "gemma3", "model.language_model.layers."),
+        ("gemma4_shared", "gemma4", "model.language_model.layers."),
+        ("gemma3", "gemma3_text", "model.layers."),
+        ("qwen3_5", "qwen3_5", "model.layers."),
+    ],
+)
+def test_names_are_those_of_the_model_that_peft_makes_of_the_base(tmp_path, name, kind, start):
+    """Of models of images and text: the whole, whose other parts are not adapted, or the text."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    config = replace(tiny_config(name), lora=Lora(2, 6.0, ("q_proj", "o_proj")))
+    pairs = peft.pairs_of(config, jax.tree.map(np.asarray, random_adapters(config)))
+    folder = peft.write(tmp_path / "final", config, str(tmp_path), pairs)
+    stored = safetensors.numpy.load_file(folder / peft.WEIGHTS)
+    modules = {one.removeprefix("base_model.model.").rpartition(".lora_")[0] for one in stored}
+    assert all(module.startswith(start) for module in modules)
+    targets = json.loads((folder / peft.CONFIG).read_text())["target_modules"]
+    if start == "model.layers.":
+        assert set(targets) == {"q_proj", "o_proj"}
+    else:
+        assert all(re.fullmatch(targets, module) for module in modules)
+        assert not re.fullmatch(targets, "model.vision_tower.encoder.layers.0.self_attn.q_proj")
+    lora, again = peft.read_pairs(folder, config.base, config.lora)
+    assert lora == config.lora and again.keys() == pairs.keys()
