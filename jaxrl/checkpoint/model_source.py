@@ -24,7 +24,7 @@ from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.config.schema import Config
 from jaxrl.data.chat_template import dated
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.errors import UserError, user_path
+from jaxrl.errors import UserError, about, user_path
 from jaxrl.formats import hf, hub, peft, weights
 from jaxrl.formats.hub import Unfetched, model_name, open_tensors, package_folder
 from jaxrl.formats.weights import gguf_parts
@@ -171,6 +171,9 @@ class ModelSource:
                 f" cannot keep {wrong or 'none'}"
             )
         config = self.config.with_layers(keep)
+        with about(f"layers {', '.join(map(str, keep))} of model {self.name!r}"):
+            if DecoderConfig.from_hf(config.to_hf("float32")) != config:
+                raise UserError("no config.json says what a model of them is")
         kept = weights.KeptLayers(self.tensors, tuple(keep))
         return replace(self, config=config, tensors=kept, adapter=None)
 

@@ -29,6 +29,7 @@ PromptLike = str | Sequence[int] | Sequence[Message]
 _BORDERS = ("\n", "0", "|", "x")
 """Texts that a text is tokenised behind where its first token must not begin with a space that is
 not there."""
+_OF_GGUF = "; of a GGUF file, in those of the folder that `jaxrl export FILE.gguf FOLDER` writes"
 _MOST_GROWTH = 1024
 _SHOWN = 5
 """Differing ids that an error names; the others are counted."""
@@ -38,8 +39,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     """Loads the tokenizer of a Hugging Face folder or a `.gguf` file; returns None where a folder
     has none.
 
-    Nothing is fetched: only files that are there are read. No code in them is run
-    (`trust_remote_code` is always False).
+    Texts are split as its `tokenizer.json` says, the file that the model was trained with: some
+    classes of transformers that a config names split them in a way of their own. Nothing is
+    fetched: only files that are there are read. No code in them is run (`trust_remote_code` is
+    always False).
 
     Raises:
         UserError: nothing at `path`, or tokenizer files that cannot be read.
@@ -55,11 +58,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
         return None
     # It advises to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer  # takes seconds
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # take seconds
 
+    whole = (place / hf.TOKENIZER).is_file()
     try:
         with _panics("cannot be read"):
-            loaded = AutoTokenizer.from_pretrained(
+            loaded = (PreTrainedTokenizerFast if whole else AutoTokenizer).from_pretrained(
                 str(place), local_files_only=True, trust_remote_code=False
             )
             loaded("x")  # what its config says of the wrong type is first read here
@@ -397,11 +401,11 @@ def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: 
     if student != teacher:
         raise UserError(
             f"the tokenizers have different EOS ids: student {student}, teacher {teacher}; set the "
-            "same eos_token in both tokenizer_config.json"
+            f"same eos_token in both tokenizer_config.json{_OF_GGUF}"
         )
     raise UserError(
         f"the models have different EOS ids: student {sorted(ours)}, teacher {sorted(theirs)}; "
-        "set the same eos_token_id in both generation_config.json (or config.json)"
+        f"set the same eos_token_id in both generation_config.json (or config.json){_OF_GGUF}"
     )
 
 

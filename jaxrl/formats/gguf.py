@@ -3,7 +3,6 @@ their metadata describe."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -74,14 +73,15 @@ STATES = {
     "linear_conv_kernel_dim": "ssm.conv_kernel",
 }
 """The same of a model whose layers keep a state."""
-YARN = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_context_length",
-    "attention_factor": "attn_factor",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-}
-"""The same of YaRN, behind `rope.scaling.`."""
+YARN = (
+    ("factor", "factor"),
+    ("original_max_position_embeddings", "original_context_length"),
+    ("attention_factor", "attn_factor"),
+    ("attention_factor", "yarn_attn_factor"),  # the converter's
+    ("beta_fast", "yarn_beta_fast"),
+    ("beta_slow", "yarn_beta_slow"),
+)
+"""The same of YaRN, behind `rope.scaling.`; of two keys the later one counts."""
 VALUE_ROWS = {"in_proj_qkv": 2, "conv1d": 2, "in_proj_z": 0, "in_proj_a": 0, "in_proj_b": 0}
 """Tensors of a layer with a state that have rows for the value heads -> behind how many parts as
 wide as all key heads."""
@@ -519,7 +519,7 @@ class GgufFile:
                 "max_position_embeddings": positions,
                 "original_max_position_embeddings": positions,
             }
-            for name, key in YARN.items():
+            for name, key in YARN:
                 value = self.stated(f"rope.scaling.{key}")
                 if value is not None:
                     raw[name] = value if isinstance(value, float) else int(value)
@@ -616,8 +616,9 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
 
 TOKENIZERS = ("gpt2", "llama", "gemma4")
 """`tokenizer.ggml.model`: a BPE over bytes, one of SentencePiece (Llama 2), one over characters."""
-CONTROL, USER_DEFINED, BYTE = 3, 4, 6
-"""Token types of GGUF: special, always one token, and one raw byte (SentencePiece)."""
+CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
+"""Token types of GGUF: special, always one token, none (where the embedding has more rows than
+there are tokens), and one raw byte (SentencePiece)."""
 SPACE = "\u2581"
 """SentencePiece's stand-in for a space."""
 _WORDS = (
@@ -677,17 +678,6 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         return build_tokenizer(file)
 
 
-def save_tokenizer(path: str | os.PathLike[str], folder: Path) -> None:
-    """Writes it into a Hugging Face folder; transformers 4 and 5 read it."""
-    load_tokenizer(path).save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
-    raw = json.loads(file.read_text(encoding="utf-8"))
-    for key in ("backend", "is_local", "local_files_only"):
-        raw.pop(key, None)
-    raw["tokenizer_class"] = "PreTrainedTokenizerFast"
-    file.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-
-
 def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     """Does what `load_tokenizer` does, for a file that is open.
 
@@ -708,10 +698,11 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
 
     kind, tokens = supported("model", TOKENIZERS), meta("tokens")
     types: list[int] = meta("token_type") or [1] * len(tokens)
-    vocab, add_bos = {token: i for i, token in enumerate(tokens)}, True
+    used = [i for i, of in enumerate(types) if of != UNUSED]
+    vocab, add_bos = {tokens[i]: i for i in used}, True
     if kind == "llama":  # the merges follow from the scores of the pieces
         scores = meta("scores")
-        pieces = (i for i, of in enumerate(types) if of not in (CONTROL, BYTE))
+        pieces = (i for i in used if types[i] not in (CONTROL, BYTE))
         ranked = sorted(pieces, key=lambda i: (-scores[i], i))
         merges = [
             (tokens[i][:cut], tokens[i][cut:])

@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -44,14 +44,17 @@ WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PEFT = "base_model.model."
+"""How names of tensors of adapters begin."""
 SHARD_BYTES = 5_000_000_000
 """Largest safetensors file that is written, unless one tensor is larger."""
 MOST_HEADER = 1 << 24
 """Bytes of a safetensors header; those of the largest mixtures in one file have 11 MB. The library
 takes seconds for what it would read at most, 100 MB, and hears no Ctrl-C in them."""
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER,
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -117,9 +120,10 @@ class SafetensorsFolder:
         for file in self._files:
             for name, entry in _read_header(file).items():
                 if self._file_of.get(name, file) == file:  # of two, the one that the index names
-                    # models of images and text too put a prefix to it
-                    name = re.sub(r"^language_model\.(model|lm_head)\.", r"\1.", name)
-                    self._entries[re.sub(r"^model\.language_model\.", "model.", name)] = entry
+                    # models of images and text too put a prefix to it, and PEFT one before
+                    name = re.sub(rf"^({PEFT})?language_model\.(model|lm_head)\.", r"\1\2.", name)
+                    name = re.sub(rf"^({PEFT})?model\.language_model\.", r"\1model.", name)
+                    self._entries[name] = entry
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -308,28 +312,37 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
-    """Copies the tokenizer and chat templates of a folder, or writes those of a GGUF file."""
-    if Path(source).is_file():
-        from jaxrl.formats import gguf  # needs hf
+    """Copies the tokenizer and chat templates of a folder, or writes those of a GGUF file.
 
-        gguf.save_tokenizer(source, folder)
-        return
-    for pattern in TOKENIZER_FILES:
-        for file in filter(Path.is_file, Path(source).glob(pattern)):
-            target = folder / file.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target)
+    What is written has transformers 4 and 5 read `tokenizer.json` as it is: the class that they
+    would choose depends on the model, of which a folder of adapters says nothing.
+    """
+    if Path(source).is_file():
+        from jaxrl.formats import gguf
+
+        gguf.load_tokenizer(source).save_pretrained(folder)
+    else:
+        for pattern in TOKENIZER_FILES:
+            for file in filter(Path.is_file, Path(source).glob(pattern)):
+                target = folder / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+    if (folder / TOKENIZER).is_file():
+        file = folder / TOKENIZER_CONFIG
+        raw = read_json(file) if file.is_file() else {}
+        for key in ("backend", "is_local", "local_files_only"):  # of transformers 5 alone
+            raw.pop(key, None)
+        write_json(file, raw | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, Path]]:
     """Returns the files of the weights in a folder and, where they are those of an index, which of
-    them it says should hold each tensor. A whole file counts more than an index, which may be that
-    of an earlier save; in transformers too.
+    them it says should hold each tensor.
 
     Raises:
         UserError: an index that names no file, one that is missing, or one outside of the folder.
     """
-    if (folder / single).is_file() or not (folder / index).is_file():
+    if in_one_file([file for file in (single, index) if (folder / file).is_file()], single, index):
         return [folder / single], {}
     file_of = read_index(folder / index)
     for file in sorted(set(file_of.values())):
@@ -337,6 +350,12 @@ def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dic
             raise UserError(f"{short(str(folder / file), 300)} is missing, but {index} names it")
     places = {name: folder / file for name, file in file_of.items()}
     return sorted(set(places.values())), places
+
+
+def in_one_file(there: Collection[str], single: str = SINGLE, index: str = INDEX) -> bool:
+    """Returns whether weights are in a single file, of the names of the files of a model. It counts
+    more than an index, which may be that of an earlier save; in transformers too."""
+    return single in there or index not in there
 
 
 def read_index(index: Path) -> dict[str, str]:

@@ -166,7 +166,7 @@ def with_weights(name: HubName) -> Path:
     place = folder(name)
     if name.rest:
         return place
-    wanted = _weight_files(place)
+    wanted = _weight_files(name, place)
     lacking = _lacking(name, place, wanted)
     if wanted == lacking == [hf.SINGLE] and hf.SINGLE not in files(name):
         _forget_list(name)
@@ -212,7 +212,7 @@ def is_commit(place: Path) -> bool:
 
 def is_whole(name: HubName, place: Path) -> bool:
     """Returns whether all safetensors of a pinned model are in its folder."""
-    return not _lacking(name, place, _weight_files(place))
+    return not _lacking(name, place, _weight_files(name, place))
 
 
 def snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
@@ -273,13 +273,18 @@ def _is_sound(blob: Path) -> bool:
     return blob.name in [state.hexdigest() for state in hashes]
 
 
-def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
-    """Returns the files that are not in the cache, or not in the size that the hub says."""
+def _sizes_known(name: HubName) -> dict[str, int]:
+    """Returns `files` where the cache has them, else none."""
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    sizes: dict[str, int] = {}
     with suppress(CachedRepoTreeNotFoundError):
-        sizes = _cached_list(name)
+        return _cached_list(name)
+    return {}
+
+
+def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
+    """Returns the files that are not in the cache, or not in the size that the hub says."""
+    sizes = _sizes_known(name)
 
     def is_there(file: str) -> bool:
         path = place / file
@@ -298,15 +303,16 @@ def environment() -> dict[str, str]:
 def weight_bytes(name: HubName) -> int:
     """Returns the bytes of a pinned model's weights, which need not be here."""
     sizes, path = files(name), name.rest.removeprefix("/")
-    wanted = weights.gguf_parts(path) if path else _weight_files(folder(name))
+    wanted = weights.gguf_parts(path) if path else _weight_files(name, folder(name))
     return sum(sizes.get(file, 0) for file in wanted)
 
 
-def _weight_files(place: Path) -> list[str]:
+def _weight_files(name: HubName, place: Path) -> list[str]:
     if (place / ADAPTER).is_file():
         return [ADAPTER_WEIGHTS]
-    index = place / hf.INDEX
-    return sorted({*hf.read_index(index).values()}) if index.is_file() else [hf.SINGLE]
+    if hf.in_one_file({*_sizes_known(name), *os.listdir(place)}):
+        return [hf.SINGLE]
+    return sorted({*hf.read_index(place / hf.INDEX).values()})
 
 
 @cache

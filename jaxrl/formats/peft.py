@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -25,6 +27,8 @@ from jaxrl.formats import hf, hub, weights
 from jaxrl.formats.hub import model_name
 from jaxrl.models.bert import of_file, read_json
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.families import FAMILIES
+from jaxrl.models.family import Family
 from jaxrl.models.lora import TARGETS, Lora, Quantisation, frozen_and_trained, with_a
 from jaxrl.models.parameters import Params, abstract_params, init_params, param_shardings
 from jaxrl.sharding.mesh import is_primary
@@ -33,7 +37,6 @@ from jaxrl.sharding.reshard import to_host
 QUANTISED = "jaxrl_base_dtype"
 """Key of `adapter_config.json` that PEFT does not have."""
 CONFIG, WEIGHTS = hub.ADAPTER, hub.ADAPTER_WEIGHTS
-_PREFIX = "base_model.model."
 _OFF = (
     *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"),
     *("layer_replication", "fan_in_fan_out", "lora_bias", "target_parameters"),
@@ -50,6 +53,7 @@ _FORMS: dict[str, tuple[object, ...]] = {
 KNOWN = (
     *(*TARGETS, "qkv_proj", "gate_up_proj"),
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    *("per_layer_input_gate", "per_layer_projection"),
 )
 """Names of projections in some family."""
 
@@ -145,8 +149,8 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
         if not unread.intersection(f"{_named(name)}.lora_A.weight" for name in names):
             continue
         targets.append(target)
-        n_out, n_in = kernel_shapes[names[0]]
         for name in names:
+            n_out, n_in = kernel_shapes[name]
             shapes = {"lora_A": (lora.rank, n_in), "lora_B": (n_out, lora.rank)}
             expected = {f"{_named(name)}.{key}.weight": shape for key, shape in shapes.items()}
             weights.check(tensors, expected)
@@ -270,12 +274,13 @@ def write(
     tokenizer_from: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Does what `save` does, for pairs."""
-    tensors = {}
+    tensors, within = {}, _within(base)
     for name, (a, b) in pairs.items():
-        tensors[f"{_named(name)}.lora_A.weight"] = a.T
-        tensors[f"{_named(name)}.lora_B.weight"] = b.T
+        stored = _named(within + name.removeprefix(Family.within))
+        tensors[f"{stored}.lora_A.weight"] = a.T
+        tensors[f"{stored}.lora_B.weight"] = b.T
     with hf.replaced_folder(folder) as partial:
-        describe(partial, model, base)
+        describe(partial, model, base, within)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         hf.write_safetensors(partial / WEIGHTS, shapes, tensors.__getitem__, "float32")
         if tokenizer_from is not None:
@@ -283,10 +288,13 @@ def write(
     return Path(folder).resolve()
 
 
-def describe(folder: Path, model: DecoderConfig, base: str) -> None:
-    """Writes `adapter_config.json`."""
+def describe(folder: Path, model: DecoderConfig, base: str, within: str = Family.within) -> None:
+    """Writes `adapter_config.json`; `within` is `Family.within` of what PEFT makes of the base."""
     lora, name = model.lora, model_name(base)
     assert lora is not None
+    targets: list[str] | str = list(lora.targets)
+    if within != Family.within:  # by their names alone, PEFT would adapt what sees images too
+        targets = rf"{re.escape(within)}.*\.({'|'.join(targets)})"
     raw = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -295,7 +303,7 @@ def describe(folder: Path, model: DecoderConfig, base: str) -> None:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(lora.targets),
+        "target_modules": targets,
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
@@ -325,4 +333,12 @@ def _group(block: Params, path: str) -> Params:
 
 
 def _named(kernel: str) -> str:
-    return _PREFIX + kernel.removesuffix(".weight")
+    return hf.PEFT + kernel.removesuffix(".weight")
+
+
+def _within(base: str) -> str:
+    """Returns how names of tensors begin in what PEFT makes of the base model."""
+    with suppress(UserError):  # a GGUF file, a built-in model
+        kind = read_json(hub.find_folder(base) / "config.json").get("model_type")
+        return next((one.within for one in FAMILIES.values() if one.whole == kind), Family.within)
+    return Family.within

@@ -230,8 +230,6 @@ class DecoderConfig:
     def of(self, kind: LayerKind) -> DecoderConfig:
         """Returns the model with one layer, of this kind; its adapters are those for the
         projections that it has."""
-        if self.n_layers == 1 and self.kinds == (kind,):
-            return self
         one = replace(
             self,
             n_layers=1,
@@ -464,6 +462,7 @@ class DecoderConfig:
         theta, scaling = read_rope(raw, entry.rope_theta)
         check_ropes(stated, FULL, SLIDING, "rope_local_base_freq")
         positions = size(raw, "max_position_embeddings", entry.max_positions)
+        positions = positions_of(scaling, positions)
         config = cls(
             family=family,
             vocab_size=size(raw, "vocab_size"),
@@ -478,10 +477,10 @@ class DecoderConfig:
             rotary_dims=_rotary_dims(raw, head_dim),
             rms_norm_eps=number(raw, "rms_norm_eps", entry.rms_norm_eps),
             tie_embeddings=flag(raw, "tie_word_embeddings", entry.tie_embeddings),
-            max_positions=positions_of(scaling, positions),
+            max_positions=positions,
             **special_ids(raw),
         )
-        more = entry.read(raw)
+        more = entry.read({**raw, "max_position_embeddings": positions})
         if "kinds" not in more:
             read_windows(raw, None)  # which refuses any
         config = replace(config, **more)

@@ -152,11 +152,15 @@ class Family:
     together."""
     whole: str | None = None
     """`model_type` of models of images and text too, whose `text_config` is one of this family."""
+    within: str = "model."
+    """How names of tensors begin in what `AutoModelForCausalLM` of transformers, and so PEFT, makes
+    of such a model: the text alone, or all of it."""
     prepare: Callable[[Raw], Raw] = lambda raw: raw
     """A `config.json` with the fields that all families share as all others have them."""
     read: Callable[[Raw], JsonObject] = lambda _: {}
-    """Fields of `DecoderConfig` beyond those that all share, of a `config.json`. Raises UserError
-    for settings that would give silently wrong numbers."""
+    """Fields of `DecoderConfig` beyond those that all share, of a `config.json` whose
+    `max_position_embeddings` are all positions that the model has. Raises UserError for settings
+    that would give silently wrong numbers."""
     write: Callable[[DecoderLike], JsonObject] = lambda _: {}
     """What `read` and transformers need beyond the fields that all share."""
 
@@ -243,13 +247,20 @@ def read_windows(
     return tuple(sliding if kind == SLIDING else given(full, LayerKind()) for kind in types)
 
 
+def window_of(raw: Raw) -> int | None:
+    """Reads `sliding_window`; null says that none of the `layer_types` slides."""
+    if raw["sliding_window"] is None and raw.get("layer_types") is not None:
+        return None
+    return size(raw, "sliding_window")
+
+
 def read_window(raw: Raw, default: int | None = None) -> tuple[LayerKind, ...]:
     """Reads the kind of layers that all have the `sliding_window` of a `config.json`; null means
     none, and so does one that no sequence is longer than."""
     if raw.get("sliding_window", default) is None:
         return (LayerKind(),)
-    window, positions = size(raw, "sliding_window", default), raw.get("max_position_embeddings")
-    return (LayerKind(None if positions is not None and window >= positions else window),)
+    window = size(raw, "sliding_window", default)
+    return (LayerKind(None if window >= raw["max_position_embeddings"] else window),)
 
 
 def written_windows(config: DecoderLike) -> JsonObject:

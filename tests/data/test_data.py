@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiny_tokenizer import CHATML, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from words import Words
 
 from jaxrl.data.rows import Keys
@@ -16,6 +17,7 @@ from jaxrl.data.stream import PromptEncoder, PromptStream, eval_set
 from jaxrl.data.tasks import ARITHMETIC, parse_options
 from jaxrl.data.tokenizer import decode_text, encode_completion, encode_prompt, load_tokenizer
 from jaxrl.errors import UserError
+from jaxrl.formats.hf import save_tokenizer
 
 TINY = tiny_tokenizer()
 PLAIN = tiny_tokenizer(template=None, eos="<|endoftext|>")
@@ -437,6 +439,37 @@ def test_load_tokenizer(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(UserError, match="no such file or folder"):
         load_tokenizer(tmp_path / "none")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer", None])
+def test_a_text_has_the_tokens_of_tokenizer_json(tmp_path, family, kind):
+    """Whatever class transformers has for the model, in its own folder and in those that are
+    written of it: an export, and adapters, beside which stands no config.json."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ", "12", "123", "<s>", "</s>"]
+    inner = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [("Ġ", "Ġ"), ("1", "2")]))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([digits, bytewise])
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<s>", "</s>"])
+    bos = inner.token_to_id("<s>")
+    inner.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", bos)])
+    own, written = tmp_path / "own", tmp_path / "written"
+    for place in (own, written):
+        place.mkdir()
+    inner.save(str(own / "tokenizer.json"))
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": None}
+    said = special | {"chat_template": CHATML, "model_max_length": 99, "padding_side": "left"}
+    named = {} if kind is None else {"tokenizer_class": kind}
+    (own / "tokenizer_config.json").write_text(json.dumps(said | named))
+    (own / "config.json").write_text(json.dumps({"model_type": family}))
+    save_tokenizer(own, written)
+    for loaded in map(load_tokenizer, (own, written)):
+        text = "x =  3 + 12</s>1234"
+        assert loaded(text)["input_ids"] == inner.encode(text).ids
+        assert decode(loaded, inner.encode("x =  3").ids) == "x =  3"
+        assert {key: getattr(loaded, key) for key in said} == said
 
 
 @pytest.mark.parametrize("name", [".jsonl", "rows.jsonl", ".x.jsonl"])

@@ -19,6 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GemmaTokenizer
 
 from jaxrl.checkpoint.model_source import load_model, resolve_model
+from jaxrl.data.tokenizer import check_same_vocabulary
 from jaxrl.errors import UserError
 from jaxrl.formats import weights
 from jaxrl.formats.gguf import GgufFile, build_tokenizer, gguf_name, is_read, load_tokenizer
@@ -456,8 +457,14 @@ def test_llama3_scaling_is_found_from_the_divisors(tmp_path: Path) -> None:
         _ = GgufFile(path).config
 
 
-def test_yarn_and_its_factors_are_found(tmp_path: Path) -> None:
-    """The factor of the attention where it is stated, else the usual one of a longer context."""
+@pytest.mark.parametrize("key", ["yarn_attn_factor", "attn_factor"])
+def test_yarn_and_its_factors_are_found(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The factor of the attention at the converter's key or another, else the usual one of a longer
+    context."""
+    place = f"{{arch}}.rope.scaling.{key}"
+    monkeypatch.setattr(gguf.Keys.Rope, "SCALING_YARN_ATTN_FACTOR", place)
     for rope, positions in (
         (YarnRope(4.0, 64, 1.25), 256),
         (YarnRope(8.0, 256, 0.1 * math.log(8) + 1), 2048),  # the file states 256
@@ -588,6 +595,24 @@ def test_bos_and_normal_form() -> None:
     assert other.convert_ids_to_tokens(other("a")["input_ids"]) == ["<bos>", "a"]
     silent = build_tokenizer(byte_level("llama-bpe", add_bos_token=False))
     assert silent.convert_ids_to_tokens(silent("a")["input_ids"]) == ["a"]
+
+
+def test_ids_without_a_token_are_none() -> None:
+    """As the converter fills a vocabulary up to the rows of the embedding: the file then has the
+    tokens of the folder that it was made of, whatever the rows are."""
+    plain, padded = byte_level("qwen2"), byte_level("qwen2")
+    n = len(plain["tokens"])
+    padded["tokens"] = [*plain["tokens"], *(f"[PAD{n + i}]" for i in range(5))]
+    padded["token_type"] = [*plain["token_type"], *[5] * 5]
+    ours, theirs = build_tokenizer(padded), build_tokenizer(plain)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert check_same_vocabulary(ours, theirs, n + 5, n) == n
+    spm = json.loads((REFERENCES / "sentencepiece.json").read_text())
+    metadata = Metadata(
+        model="llama", tokens=[*spm["tokens"], "[PAD]"], scores=[*spm["scores"], -1e4],
+        token_type=[*spm["types"], 5], unknown_token_id=0, add_bos_token=False,
+    )  # fmt: skip
+    assert "[PAD]" not in build_tokenizer(metadata).get_vocab()
 
 
 def test_unknown_tokenizers_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec
 from references.tiny import batch
 from tiny_models import NAMES, RAW_CONFIGS, Memory, make_mesh, tiny_config, tiny_model, tiny_tensors
 
+from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
 from jaxrl.models import decoder, parameters
@@ -159,6 +161,12 @@ def test_windows_are_what_a_config_says_and_what_it_leaves_out() -> None:
     raw |= {"max_position_embeddings": 32768}
     assert DecoderConfig.from_hf(raw).windows == {4096: 2}
     assert DecoderConfig.from_hf(raw | {"sliding_window": None}).windows == {None: 2}
+    wide = raw | {"sliding_window": 32, "max_position_embeddings": 32}  # sees all of a sequence,
+    for rope, window in ((None, None), ("yarn", 32), ("dynamic", 32)):  # unless it is longer
+        scaling = rope and {"rope_type": rope, "factor": 4.0}
+        config = DecoderConfig.from_hf(wide | {"rope_parameters": None, "rope_scaling": scaling})
+        assert config.windows == {window: 2}
+        assert DecoderConfig.from_hf(config.to_hf("float32")) == config
     raw = {k: v for k, v in RAW_CONFIGS["qwen2_sliding"].items() if k != "layer_types"}
     assert DecoderConfig.from_hf(raw).windows == {None: 1, 6: 2}
     assert DecoderConfig.from_hf(raw | {"max_window_layers": 9}).windows == {None: 3}
@@ -170,6 +178,26 @@ def test_windows_are_what_a_config_says_and_what_it_leaves_out() -> None:
     config = DecoderConfig.from_hf(raw)
     assert config.windows == {5: 6, None: 2}
     assert {config.rope_theta, *(kind.rope_theta for kind in config.kinds)} == {7e5, None}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_are_kept_are_written_and_read_or_refused(name: str) -> None:
+    """Any layers: what cannot be written as a config.json is refused before anything is written."""
+    config = tiny_config(name)
+    n, shapes = config.n_layers, weights.tensor_shapes(config)
+    kinds = config.kinds * (n // len(config.kinds))
+    source = ModelSource(name, Path(name), config, Memory({}), None)
+    for keep in [*itertools.combinations(range(n), 1), *itertools.combinations(range(n), 2)]:
+        slides_last = config.family.startswith("gemma4") and kinds[keep[-1]].window is not None
+        if config.lenders or all(kinds[i].recurs for i in keep) or slides_last:
+            with pytest.raises(UserError):
+                source.keep_layers(keep)
+            continue
+        kept = source.keep_layers(keep)
+        assert DecoderConfig.from_hf(kept.config.to_hf("float32")) == kept.config
+        assert isinstance(kept.tensors, weights.KeptLayers)
+        for tensor, shape in weights.tensor_shapes(kept.config).items():
+            assert shape == shapes[kept.tensors.stored_name(tensor)]
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

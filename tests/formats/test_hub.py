@@ -391,9 +391,25 @@ def test_an_index_without_a_map_of_weights(
     model: Path, hub: Hub, weight_map: list[str] | str
 ) -> None:
     files = {path.name: path.read_bytes() for path in model.iterdir()}
+    del files["model.safetensors"]
     hub.add("org/tiny", files | {hf.INDEX: json.dumps({"weight_map": weight_map}).encode()})
     with pytest.raises(UserError, match="`weight_map` names no file of weights"):
         load_model("org/tiny")
+
+
+def test_a_whole_file_beside_an_index_of_an_earlier_save_is_what_is_fetched(
+    model: Path, sharded: Path, hub: Hub
+) -> None:
+    """As a folder with the same files is read."""
+    files = {file.name: file.read_bytes() for place in (sharded, model) for file in place.iterdir()}
+    assert hf.INDEX in files
+    hub.add("org/both", files)
+    name = hub_module.pin(HubName("model", "org/both"))
+    assert hub_module.weight_bytes(name) == len(files["model.safetensors"])
+    place = hub_module.with_weights(name)
+    assert hub.fetched(".safetensors") == ["model.safetensors"]
+    assert hub_module.is_whole(name, place)
+    assert hf.weight_files(place, hf.SINGLE, hf.INDEX)[0] == [place / "model.safetensors"]
 
 
 FETCH = """

@@ -21,7 +21,7 @@ from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
 from jaxrl.export import export
 from jaxrl.formats import hf, peft, weights
-from jaxrl.formats.gguf import save_tokenizer
+from jaxrl.formats.hf import save_tokenizer
 from jaxrl.models.lora import Lora
 from jaxrl.teacher.protocol import Info
 

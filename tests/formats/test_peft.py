@@ -1,6 +1,7 @@
 """Folders of adapters: against peft (committed arrays), and what is refused of them."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -10,7 +11,15 @@ import pytest
 import safetensors.numpy
 from cases import and_slow
 from references.tiny import ADAPTED, BASE, batch, random_tensors
-from tiny_models import REFERENCES, Memory, loss_and_logits, make_mesh, tiny_config
+from tiny_models import (
+    NAMES,
+    REFERENCES,
+    Memory,
+    loss_and_logits,
+    make_mesh,
+    random_adapters,
+    tiny_config,
+)
 
 from jaxrl import load_model
 from jaxrl.checkpoint.model_source import resolve_model
@@ -313,3 +322,44 @@ def test_layers_of_two_kinds_have_each_their_adapters(targets):
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(moved)))
     names = {name.split(".")[2] + "." + name.split(".")[-2] for name in pairs}
     assert "0.q_proj" in names and "1.in_proj_qkv" in names and "1.q_proj" not in names
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_of_any_family_is_read_as_it_was_written(tmp_path, name):
+    """Also where a projection has other shapes in some layers than in others."""
+    config = replace(tiny_config(name), lora=Lora(2, 6.0))
+    pairs = peft.pairs_of(config, jax.tree.map(np.asarray, random_adapters(config)))
+    folder = peft.write(tmp_path / "final", config, "org/base", pairs)
+    lora, again = peft.read_pairs(folder, config.base, config.lora)
+    assert lora == config.lora
+    assert set(peft.read_settings(folder)[0].targets) == set(lora.targets)
+    assert again.keys() == pairs.keys()
+    assert all((again[name][i] == pairs[name][i]).all() for name in pairs for i in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "start"),
+    [
+        ("gemma3", "gemma3", "model.language_model.layers."),
+        ("gemma4_shared", "gemma4", "model.language_model.layers."),
+        ("gemma3", "gemma3_text", "model.layers."),
+        ("qwen3_5", "qwen3_5", "model.layers."),
+    ],
+)
+def test_names_are_those_of_the_model_that_peft_makes_of_the_base(tmp_path, name, kind, start):
+    """Of models of images and text: the whole, whose other parts are not adapted, or the text."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    config = replace(tiny_config(name), lora=Lora(2, 6.0, ("q_proj", "o_proj")))
+    pairs = peft.pairs_of(config, jax.tree.map(np.asarray, random_adapters(config)))
+    folder = peft.write(tmp_path / "final", config, str(tmp_path), pairs)
+    stored = safetensors.numpy.load_file(folder / peft.WEIGHTS)
+    modules = {one.removeprefix("base_model.model.").rpartition(".lora_")[0] for one in stored}
+    assert all(module.startswith(start) for module in modules)
+    targets = json.loads((folder / peft.CONFIG).read_text())["target_modules"]
+    if start == "model.layers.":
+        assert set(targets) == {"q_proj", "o_proj"}
+    else:
+        assert all(re.fullmatch(targets, module) for module in modules)
+        assert not re.fullmatch(targets, "model.vision_tower.encoder.layers.0.self_attn.q_proj")
+    lora, again = peft.read_pairs(folder, config.base, config.lora)
+    assert lora == config.lora and again.keys() == pairs.keys()

@@ -121,7 +121,7 @@ def write_model(
             w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             w.add_rope_scaling_factor(rope.factor)
             w.add_rope_scaling_orig_ctx_len(rope.original_max_positions)
-            w.add_rope_scaling_attn_factors(rope.attention_factor)
+            w.add_rope_scaling_yarn_attn_factor(rope.attention_factor)
         case LongRope() as rope:
             w.add_rope_scaling_orig_ctx_len(rope.original_max_positions)
             w.add_rope_scaling_attn_factors(rope.attention_factor)

@@ -27,6 +27,7 @@ from jaxrl.models.family import (
     read_ropes,
     read_windows,
     size,
+    window_of,
     written_ropes,
     written_windows,
 )
@@ -67,7 +68,7 @@ def prepare(raw: Raw) -> Raw:
 
 def read(raw: Raw) -> JsonObject:
     period = size(raw, "sliding_window_pattern", PERIOD)
-    window, local = size(raw, "sliding_window"), number(raw, LOCAL)
+    window, local = window_of(raw), number(raw, LOCAL)
     kinds = read_windows(raw, window, lambda i: (i + 1) % period != 0, local)
     score_dim = size(raw, "query_pre_attn_scalar")
     return {"kinds": kinds, "score_dim": score_dim, "final_softcap": read_softcap(raw)}
@@ -112,6 +113,7 @@ GEMMA3 = Family(
     gguf="gemma3",
     from_gguf=from_gguf,
     whole="gemma3",
+    within="model.language_model.",
     prepare=prepare,
     read=read,
     write=write,
@@ -225,7 +227,8 @@ def _full(raw: Raw) -> LayerKind:
 
 
 def write_gemma4(config: DecoderLike) -> JsonObject:
-    full, last = next(kind for kind in config.kinds if kind.window is None), config.kinds[-1]
+    last = config.kinds[-1]
+    full = next((kind for kind in config.kinds if kind.window is None), last)
     written = written_windows(config) | written_ropes(config)
     return written | {
         "rope_scaling": OMITTED,  # transformers would have it in place of the others
@@ -320,6 +323,7 @@ GEMMA4 = Family(
     gguf="gemma4",
     from_gguf=from_gguf_gemma4,
     whole="gemma4",
+    within="model.language_model.",
     prepare=prepare_gemma4,
     read=read_gemma4,
     write=write_gemma4,

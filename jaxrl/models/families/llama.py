@@ -17,6 +17,7 @@ LLAMA = Family(
 )
 MISTRAL = Family(
     "MistralForCausalLM",
+    max_positions=131_072,
     read=lambda raw: {"kinds": read_window(raw, WINDOW)},
     write=lambda config: {"sliding_window": config.kinds[0].window},
 )

@@ -14,7 +14,7 @@ from jaxrl.models.family import (
     number,
     read_ropes,
     read_windows,
-    size,
+    window_of,
     written_ropes,
     written_windows,
 )
@@ -34,8 +34,7 @@ def prepare(raw: Raw) -> Raw:
 def read(raw: Raw) -> JsonObject:
     """Layers with a window do not scale their positions."""
     local = number(raw, LOCAL, number(raw, "rope_theta"))
-    window = size(raw, "sliding_window")
-    return {"kinds": read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local)}
+    return {"kinds": read_windows(raw, window_of(raw), lambda i: (i + 1) % PERIOD != 0, local)}
 
 
 def write(config: DecoderLike) -> JsonObject:
