@@ -213,17 +213,14 @@ def _parsed(value: Any) -> Any:
 
 
 def _chat(value: Any) -> Any:
-    """Parses a text that is the JSON of messages, or of a single one; returns any other value as it
-    is."""
+    """Parses a text that is the JSON of messages of known speakers, or of a single one; returns any
+    other value as it is, such as an answer in JSON."""
     parsed = _parsed(value)
     turns = parsed if isinstance(parsed, list) else [parsed]
     is_chat = bool(turns) and all(
         isinstance(turn, dict)
-        and (
-            isinstance(turn.get("role"), str)
-            and ("content" in turn or "tool_calls" in turn or "function_call" in turn)
-            or ("from" in turn and "value" in turn)
-        )
+        and str(turn.get("role")).strip().lower() in _SPEAKERS
+        and turn.keys() & {"content", "tool_calls", "function_call"}
         for turn in turns
     )
     return parsed if is_chat else value
