@@ -340,7 +340,7 @@ def _message(given: object, place: str) -> Message:
             f"{json.dumps(given, ensure_ascii=False, default=str)[:80]}"
             f"{'' if message.keys() & {'role', 'content'} else _COLUMNS}"
         )
-    _check_text(message["content"], place)
+    _check_text(message, place)
     return message
 
 
@@ -389,6 +389,7 @@ def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObjec
             f"{where}: `{keys.tools}` must be a list of JSON schemas, or the text of one; it is"
             f" {kind(given)}"
         )
+    _check_text(tools, f"{where}: `{keys.tools}`")
     return tuple(_without_nulls(tool, MAY_BE_NULL) for tool in tools)
 
 
@@ -430,15 +431,22 @@ def _answer(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
     return value
 
 
-def _check_text(text: str, where: str) -> None:
-    """Checks that a text has no half of a character (`\\ud83d`), which JSON can spell and no
-    tokenizer takes."""
-    if text.isascii():
+def _check_text(value: Any, where: str) -> None:
+    """Checks that a text, or each text in a value of JSON, has no half of a character (`\\ud83d`),
+    which JSON can spell and no tokenizer takes."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            _check_text(name, where)
+            _check_text(one, where if name == "content" else f"{where}: `{name}`")
+    elif isinstance(value, list):
+        for one in value:
+            _check_text(one, where)
+    if not isinstance(value, str) or value.isascii():
         return
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError as error:
-        half = ascii(text[error.start])[1:-1]
+        half = ascii(value[error.start])[1:-1]
         raise UserError(
             f"{where}: {half} at character {error.start} is half of a surrogate pair, not text"
         ) from error

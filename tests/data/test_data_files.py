@@ -345,6 +345,16 @@ def test_text_in_a_table_that_is_not_utf8(tmp_path):
         (b'{"prompt": "x", "completion": "\xe4"}', "not UTF-8"),
         (b'{"prompt": "\\ud83d"}', r"\ud83d at character 0 is half of a surrogate pair"),
         (b'{"messages": [{"role": "user", "content": "a\\udc00"}]}', "character 1 is half"),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "thinking": "b\\udc00"}]}',
+            r"`thinking`: \udc00 at character 1 is half",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f",'
+            b' "arguments": {"a": ["\\ud83d"]}}}]}]}',
+            r"`a`: \ud83d at character 0 is half",
+        ),
+        (b'{"prompt": "x", "tools": [{"name": "f\\ud83d"}]}', "`tools`: `name`: "),
         (b"[" * 100_000, "cannot be read"),
         (b'{"prompt": "x", "answer": ' + b"1" * 5000 + b"}", "cannot be read"),
     ],
@@ -352,7 +362,7 @@ def test_text_in_a_table_that_is_not_utf8(tmp_path):
 def test_lines_that_cannot_be_read(tmp_path, line, words):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
-    text = told(str(path))
+    text = told(str(path), keys=Keys(tools="tools"))
     assert text.startswith(f"data.train: {path}:2: ") and words in text
 
 
