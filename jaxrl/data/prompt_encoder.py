@@ -13,7 +13,13 @@ from string import Formatter
 from typing import Literal
 
 from jaxrl.config.roles import template_names
-from jaxrl.data.chat_template import Unrendered, has_template, shows_tools
+from jaxrl.data.chat_template import (
+    OTHER_THOUGHTS,
+    THOUGHT_FIELDS,
+    Unrendered,
+    has_template,
+    shows_tools,
+)
 from jaxrl.data.example import Example, Message
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
@@ -29,13 +35,15 @@ from jaxrl.data.tokenizer import (
     encode_prompt,
     tokens_without_row,
 )
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, about, near
 from jaxrl.types import Prompt, Rollout, Turn
 
 Chat = Literal["auto", "raw"]
 LongPrompts = Literal["drop", "cut"]
 Fit = Literal["whole", "cut", "too long"]
 """How a prompt comes under `max_prompt_tokens`, if it does."""
+TEMPLATE_BYTES = 100
+"""At most so much does a chat template write round a turn, where lengths are estimated."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,8 @@ class PromptEncoder:
     teacher: TeacherPrompt | None = None
     """Makes the teacher's prompts, where they are not the student's. It reads prompts as they are
     after a cut, and is never cut itself."""
+    completions: bool = True
+    """Whether completions of the data are encoded; False where nothing learns from them."""
     rows: int | None = None
     """Rows of the embedding that reads the tokens: rows of data with others are refused. None:
     those of the tokenizer."""
@@ -199,9 +209,20 @@ class PromptEncoder:
         """Encodes the prompt with its completion; returns None where the prompt is too long."""
         prompt = self.prompt_of(example)
         tokens = encode_prompt(self.tokenizer, prompt, example.tools)
-        if len(tokens) > self.max_prompt_tokens:
-            cut = self.fit(example, may_cut) == "cut"
-            return self.encode(self._cut(example), prompt_id) if cut else None
+        found = None
+        if len(tokens) <= self.max_prompt_tokens and self._learns(example):
+            found = self._encoded(example, prompt)
+        longest = max(len(tokens), 0 if found is None else len(found.prompt))
+        if longest > self.max_prompt_tokens:
+            fit = self.fit(example, may_cut)
+            if fit == "whole":  # no text of a template alone makes it that much longer
+                self.noted.setdefault(
+                    "longer prompt",
+                    f"the chat template writes the prompt with {longest} tokens once the chat"
+                    f" continues, more than max_prompt_tokens={self.max_prompt_tokens}: another row"
+                    " is learned in its place",
+                )
+            return self.encode(self._cut(example), prompt_id) if fit == "cut" else None
         theirs, late = None, None
         if self.teacher is not None:
             theirs = self._teacher_tokens(example)
@@ -223,28 +244,9 @@ class PromptEncoder:
         completion: tuple[int, ...] | None = None
         sampled: tuple[int, ...] | None = None
         turns: tuple[Turn, ...] = ()
-        if example.completion is not None:
-            own = self.tokenizer.eos_token_id
-            eos_ids = self.eos_ids or (() if own is None else (own,))
-            answer: str | tuple[Message, ...] = example.turns
-            if not answer or isinstance(prompt, str):
-                answer = str(example.completion)
-            try:
-                found = encode_completion(self.tokenizer, prompt, answer, eos_ids, example.tools)
-            except Unrendered as why:
-                if len(example.turns) < 2:
-                    raise
-                self.noted.setdefault(
-                    "turn by turn",
-                    f"{why}. Each turn of such a chat is rendered on its own, as in an episode: the"
-                    " learned text is not one that the template writes for a whole chat. To avoid"
-                    " that, give the model a template that renders the whole chat",
-                )
-                found = self._turn_by_turn(example, prompt, eos_ids)
+        if found is not None:
             for kind, note in found.notes:
                 self.noted.setdefault(kind, note)
-            if len(found.prompt) > self.max_prompt_tokens:
-                return None
             completion = found.completion[: self.max_new_tokens]
             turns = cut_turns(found.turns, self.max_new_tokens) if len(found.turns) > 1 else ()
             tokens, sampled = found.prompt, None if found.prompt == tokens else tokens
@@ -281,7 +283,51 @@ class PromptEncoder:
         return self.prompt_of(self.teacher.of(example), self.teacher.tokenizer)
 
     def _fits(self, example: Example) -> bool:
-        return self.length(example) <= self.max_prompt_tokens
+        """Returns whether the prompt to sample from is short enough and, where that is close, the
+        prompt of the data's completion, which a chat template may write otherwise."""
+        spare = self.max_prompt_tokens - self.length(example)
+        if spare < 0 or spare >= TEMPLATE_BYTES or not self._learns(example):
+            return spare >= 0
+        found = self._encoded(example, self.prompt_of(example))
+        return len(found.prompt) <= self.max_prompt_tokens
+
+    def _learns(self, example: Example) -> bool:
+        return self.completions and example.completion is not None
+
+    def _encoded(self, example: Example, prompt: str | tuple[Message, ...]) -> Encoded:
+        """Encodes the whole prompt (`prompt_of`) and the row's completion."""
+        own = self.tokenizer.eos_token_id
+        eos_ids = self.eos_ids or (() if own is None else (own,))
+        answer: str | tuple[Message, ...] = example.turns
+        if not answer or isinstance(prompt, str):
+            answer = self._as_text(example)
+        try:
+            return encode_completion(self.tokenizer, prompt, answer, eos_ids, example.tools)
+        except Unrendered as why:
+            if len(example.turns) < 2:
+                raise
+            self.noted.setdefault(
+                "turn by turn",
+                f"{why}. Each turn of such a chat is rendered on its own, as in an episode: the"
+                " learned text is not one that the template writes for a whole chat. To avoid"
+                " that, give the model a template that renders the whole chat",
+            )
+            return self._turn_by_turn(example, prompt, eos_ids)
+
+    def _as_text(self, example: Example) -> str:
+        """Returns the completion of a text prompt: what its message says, if it is one. Raises
+        UserError for a message with calls, which a text has no place for."""
+        for turn in example.turns:
+            if turn.get("tool_calls"):
+                raise UserError(
+                    "the completion has `tool_calls`, and a text prompt no chat template that would"
+                    " write them: write the calls as text, in its `content`"
+                )
+            for name in (*THOUGHT_FIELDS, *OTHER_THOUGHTS):
+                if turn.get(name):
+                    lost = f"a text prompt has no place for `{name}` of its completion, which is"
+                    self.noted.setdefault("thoughts of texts", f"{lost} learned without it")
+        return str(example.completion)
 
     def _cut(self, example: Example) -> Example:
         """Returns the example without the fewest characters that must go."""
@@ -332,7 +378,8 @@ class PromptEncoder:
                     "data.few_shot has chats, which cannot precede a text prompt; use rows with"
                     " text prompts"
                 )
-        return "".join(f"{shot.prompt}{shot.completion}\n\n" for shot in self.few_shot)
+        with about("data.few_shot"):
+            return "".join(f"{shot.prompt}{self._as_text(shot)}\n\n" for shot in self.few_shot)
 
 
 def few_shot(source: Source, rows: int) -> tuple[Example, ...]:

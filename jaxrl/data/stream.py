@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxrl.data.chat_template import CLOSES
 from jaxrl.data.example import Example, Part, fields_of
-from jaxrl.data.prompt_encoder import PromptEncoder
+from jaxrl.data.prompt_encoder import TEMPLATE_BYTES, PromptEncoder
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
 from jaxrl.data.tokenizer import encode_text
@@ -31,8 +31,6 @@ NEEDS_COMPLETIONS = (
     "(distill.on_policy_fraction=1 or distill.seq_kd=true)"
 )
 LABEL = "data.train"
-TEMPLATE_BYTES = 100
-"""At most so much does a chat template write round a turn, where completions are estimated."""
 REFILL_OFFSET = 1 << 20
 """Batch index + k REFILL_OFFSET has the prompts that dynamic sampling samples for that batch in its
 k-th refill."""
@@ -322,7 +320,8 @@ def eval_set(
     first_id: int = 0,
 ) -> EvalSet:
     """Makes the set of the first `count` usable prompts, or of all there are; the parts of `source`
-    take turns."""
+    take turns. Completions of the data are not read."""
+    encoder = replace(encoder, completions=False)
     prompts: list[Prompt] = []
     seen: set[Sequence[int]] = set()
     dropped = cut = 0
@@ -336,7 +335,7 @@ def eval_set(
         if prompt is None or (part.procedural and prompt.tokens in seen):
             dropped += 1
             continue
-        prompts.append(prompt.to_sample)
+        prompts.append(prompt)
         seen.add(prompt.tokens)
         cut += encoder.fit(example, not part.procedural) == "cut"
         if len(prompts) == count:

@@ -207,6 +207,7 @@ def encoder(
         shots,
         d.long_prompts,
         theirs,
+        method_of(config).reads_completions(config),
         rows,
     )
 

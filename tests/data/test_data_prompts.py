@@ -174,6 +174,54 @@ def test_few_shot_text_is_prompt_completion_blank_line(tmp_path):
     assert shown(CHAT, encoder, document) == "2+2=4\n\n1+2=3\n\n5+1="
 
 
+CALL = {"type": "function", "function": {"name": "w", "arguments": {}}}
+
+
+@pytest.mark.parametrize(("tokenizer", "chat"), [(CHAT, "raw"), (PLAIN, "auto")])
+def test_calls_before_a_text_are_refused_and_thoughts_are_a_line(tmp_path, tokenizer, chat):
+    """Of a row that is learned, and of a few-shot row, which every prompt has."""
+
+    def row(**more: Any) -> dict[str, Any]:
+        return {"prompt": "q", "completion": {"role": "assistant", "content": "4", **more}}
+
+    def encoded(**more: Any) -> tuple[PromptEncoder, str]:
+        encoder = PromptEncoder(tokenizer, 100, 8, chat=chat, **more)
+        return encoder, shown(tokenizer, encoder, learned)
+
+    (learned,) = shots_of(tmp_path / "s.jsonl", row(reasoning_content="two"))
+    (called,) = shots_of(tmp_path / "s.jsonl", row(tool_calls=[CALL]))
+    encoder, text = encoded()
+    assert text == "q" and "`reasoning_content`" in encoder.noted["thoughts of texts"]
+    encoder, text = encoded(few_shot=(learned,), completions=False)
+    assert text == "q4\n\nq" and list(encoder.noted) == ["thoughts of texts"]
+    with pytest.raises(UserError, match=r"^the completion has `tool_calls`, and a text"):
+        PromptEncoder(tokenizer, 100, 8, chat=chat).encode(called, 0)
+    with pytest.raises(UserError, match=r"^data\.few_shot: the completion has `tool_calls`"):
+        encoded(few_shot=(called,))
+    assert not encoded(completions=False)[0].noted
+
+
+LONGER = CHAT.chat_template.replace("m['content']", "m['content'] + ('' if loop.last else '!!!!')")
+
+
+@pytest.mark.parametrize("way", ["drop", "cut"])
+def test_a_prompt_is_measured_as_it_is_learned(tmp_path, way):
+    """A template that writes more once the chat goes on: no row takes its neighbour's place."""
+    answer = {"role": "assistant", "content": "a"}
+    path = write(
+        tmp_path / "x.jsonl", *({"messages": [user(text), answer]} for text in ("a", "bbb", "c"))
+    )
+    tokenizer = tiny_tokenizer(LONGER)
+    limit = len(tokenizer(TURN.format("user", "x!!!!") + START)["input_ids"])
+    encoder = PromptEncoder(tokenizer, limit, 8, long_prompts=way)
+    stream = PromptStream(open_source(path), encoder, 3, 0, shuffle=False)
+    assert (stream.dropped, stream.cut) == ((1, 0) if way == "drop" else (0, 1))
+    texts = [prompt.text for prompt in stream.batch(0)]
+    assert texts == (["a", "c", "a"] if way == "drop" else ["a", "b", "c"])
+    unread = PromptEncoder(tokenizer, limit, 8, completions=False)
+    assert not PromptStream(open_source(path), unread, 3, 0).dropped
+
+
 def test_few_shot_from_a_task_and_before_held_out_prompts(tmp_path):
     sums = few_shot(open_source("arithmetic:digits=1,terms=2"), 2)
     encoder = PromptEncoder(PLAIN, 100, 8, few_shot=sums)
