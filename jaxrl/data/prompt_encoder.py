@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from string import Formatter
@@ -42,6 +42,8 @@ Chat = Literal["auto", "raw"]
 LongPrompts = Literal["drop", "cut"]
 Fit = Literal["whole", "cut", "too long"]
 """How a prompt comes under `max_prompt_tokens`, if it does."""
+SHOWN = ("messages", "tools")
+"""Columns of a prompt in which it has the messages and the tools that a chat template showed."""
 TEMPLATE_BYTES = 100
 """At most so much does a chat template write round a turn, where lengths are estimated."""
 
@@ -238,8 +240,8 @@ class PromptEncoder:
                 " model a template that shows tools, write them into the system message, or"
                 " unset data.tools_key"
             )
-        columns = {**example.columns, "messages": messages} if messages else example.columns
-        columns = {**columns, "tools": example.tools} if example.tools else columns
+        shown = dict(zip(SHOWN, (messages, example.tools), strict=True))
+        columns = {**example.columns, **{name: value for name, value in shown.items() if value}}
         text = messages[-1]["content"] if messages else str(example.prompt)
         completion: tuple[int, ...] | None = None
         sampled: tuple[int, ...] | None = None
@@ -380,6 +382,16 @@ class PromptEncoder:
                 )
         with about("data.few_shot"):
             return "".join(f"{shot.prompt}{self._as_text(shot)}\n\n" for shot in self.few_shot)
+
+
+def hidden_columns(prompts: Sequence[Prompt], own: Collection[str]) -> set[str]:
+    """Returns those columns of the data (`own`) in whose place prompts have what the template
+    showed, which is a tuple; what a row has of its own is never one."""
+    return {
+        name
+        for name in SHOWN
+        if name in own and any(isinstance(one.columns.get(name), tuple) for one in prompts)
+    }
 
 
 def few_shot(source: Source, rows: int) -> tuple[Example, ...]:

@@ -16,7 +16,14 @@ from jaxrl.config.key_help import about
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.example import Example
-from jaxrl.data.prompt_encoder import PLACES, PromptEncoder, TeacherPrompt, few_shot, with_feedback
+from jaxrl.data.prompt_encoder import (
+    PLACES,
+    PromptEncoder,
+    TeacherPrompt,
+    few_shot,
+    hidden_columns,
+    with_feedback,
+)
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, open_source
 from jaxrl.data.stream import PromptStream, eval_sets
@@ -220,6 +227,22 @@ def test_a_prompt_is_measured_as_it_is_learned(tmp_path, way):
     assert texts == (["a", "c", "a"] if way == "drop" else ["a", "b", "c"])
     unread = PromptEncoder(tokenizer, limit, 8, completions=False)
     assert not PromptStream(open_source(path), unread, 3, 0).dropped
+
+
+def test_columns_in_whose_place_the_run_has_its_own_are_known(tmp_path):
+    own = {"messages": [user("x")], "tools": [{"name": "f"}]}
+    keys = Keys(messages=None)
+    for prompt, tokenizer, hidden in (
+        ("q", CHAT, {"messages"}),
+        ([user("q")], CHAT, {"messages"}),
+        ("q", PLAIN, set()),
+    ):
+        path = write(tmp_path / "s.jsonl", {"prompt": prompt, "completion": "a", **own})
+        example = open_source(path, keys=keys)[0]
+        made = PromptEncoder(tokenizer, 100, 8).encode(example, 0)
+        assert hidden_columns([made], own) == hidden and not hidden_columns([made], ())
+        kept = own.keys() - hidden
+        assert {name: made.columns[name] for name in kept} == {name: own[name] for name in kept}
 
 
 def test_few_shot_from_a_task_and_before_held_out_prompts(tmp_path):
