@@ -277,7 +277,9 @@ def _prompt(
                 " out)"
             )
         roles = [turn["role"] for turn in before]
-        first = roles.index("assistant") if keys.turns == "all" else len(roles) - 1
+        first = len(roles) - 1
+        if keys.turns == "all" and first:  # a greeting that begins the chat is prompt
+            first = roles.index("assistant", 1)
         before, turns = before[:first], before[first:]
     elif keys.turns == "last":
         before, turns = (*before, *turns[:-1]), turns[-1:]
@@ -381,7 +383,7 @@ def _joined(parts: list[Any], place: str) -> str:
 def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObject, ...]:
     """Returns the JSON schemas of a row, given as a list or its text; null is as good as none."""
     given = _parsed(find(row, keys.tools))
-    if given is None:
+    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
         return ()
     tools = [_parsed(tool) for tool in given] if isinstance(given, list) else [None]
     if not all(isinstance(tool, dict) for tool in tools):

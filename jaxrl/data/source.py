@@ -154,7 +154,8 @@ def listed_rows(rows: Rows, label: str) -> Rows:
     others as a list of what should be mappings of field names to values.
 
     Args:
-        rows: a `datasets.Dataset`, a `pyarrow.Table`, a `DataFrame` of pandas or polars, or any
+        rows: a `datasets.Dataset` (its transform, if it has one, is applied once), a
+            `pyarrow.Table`, a `DataFrame` of pandas or polars, or any
             sequence or iterable, such as a list or a generator, which is read to its end.
 
     Raises:
@@ -170,7 +171,10 @@ def listed_rows(rows: Rows, label: str) -> Rows:
     elif hasattr(rows, "to_dicts"):  # a frame of polars
         return rows.to_dicts()
     elif hasattr(rows, "column_names") and hasattr(rows, "__len__"):
-        return rows
+        form = getattr(rows, "format", None) or {"type": None, "output_all_columns": True}
+        if form["type"] == "custom":
+            return list(rows)
+        return rows if form["output_all_columns"] else rows.select_columns(form["columns"])
     elif hasattr(rows, "columns") and hasattr(rows, "iloc"):
         check_names(rows.columns, f"{label}: {type(rows).__name__}")
         return rows.to_dict("records")
