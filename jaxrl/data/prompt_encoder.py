@@ -44,8 +44,8 @@ Fit = Literal["whole", "cut", "too long"]
 """How a prompt comes under `max_prompt_tokens`, if it does."""
 SHOWN = ("messages", "tools")
 """Columns of a prompt in which it has the messages and the tools that a chat template showed."""
-TEMPLATE_BYTES = 100
-"""At most so much does a chat template write round a turn, where lengths are estimated."""
+_LONGER = 32
+"""So many tokens below the limit, and less, a prompt is measured as it is learned, too."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class PromptEncoder:
         longest = max(len(tokens), 0 if found is None else len(found.prompt))
         if longest > self.max_prompt_tokens:
             fit = self.fit(example, may_cut)
-            if fit == "whole":  # no text of a template alone makes it that much longer
+            if fit == "whole":  # longer by more than _LONGER
                 self.noted.setdefault(
                     "longer prompt",
                     f"the chat template writes the prompt with {longest} tokens once the chat"
@@ -287,11 +287,10 @@ class PromptEncoder:
     def _fits(self, example: Example) -> bool:
         """Returns whether the prompt to sample from is short enough and, where that is close, the
         prompt of the data's completion, which a chat template may write otherwise."""
-        spare = self.max_prompt_tokens - self.length(example)
-        if spare < 0 or spare >= TEMPLATE_BYTES or not self._learns(example):
+        spare, prompt = self.max_prompt_tokens - self.length(example), self.prompt_of(example)
+        if not 0 <= spare < _LONGER or isinstance(prompt, str) or not self._learns(example):
             return spare >= 0
-        found = self._encoded(example, self.prompt_of(example))
-        return len(found.prompt) <= self.max_prompt_tokens
+        return len(self._encoded(example, prompt).prompt) <= self.max_prompt_tokens
 
     def _learns(self, example: Example) -> bool:
         return self.completions and example.completion is not None

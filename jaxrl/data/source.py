@@ -155,8 +155,8 @@ def listed_rows(rows: Rows, label: str) -> Rows:
 
     Args:
         rows: a `datasets.Dataset` (its transform, if it has one, is applied once), a
-            `pyarrow.Table`, a `DataFrame` of pandas or polars, or any
-            sequence or iterable, such as a list or a generator, which is read to its end.
+            `pyarrow.Table`, a `DataFrame` of pandas or polars, or any sequence or iterable, such as
+            a list or a generator, which is read to its end.
 
     Raises:
         UserError: these are no rows.

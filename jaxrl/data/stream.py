@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxrl.data.chat_template import CLOSES
 from jaxrl.data.example import Example, Part, fields_of
-from jaxrl.data.prompt_encoder import TEMPLATE_BYTES, PromptEncoder
+from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
 from jaxrl.data.tokenizer import encode_text
@@ -31,6 +31,8 @@ NEEDS_COMPLETIONS = (
     "(distill.on_policy_fraction=1 or distill.seq_kd=true)"
 )
 LABEL = "data.train"
+TEMPLATE_BYTES = 100
+"""At most so much does a chat template write round a turn, where completions are estimated."""
 REFILL_OFFSET = 1 << 20
 """Batch index + k REFILL_OFFSET has the prompts that dynamic sampling samples for that batch in its
 k-th refill."""

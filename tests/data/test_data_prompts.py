@@ -208,6 +208,12 @@ def test_calls_before_a_text_are_refused_and_thoughts_are_a_line(tmp_path, token
     assert not encoded(completions=False)[0].noted
 
 
+def test_a_text_that_the_tokenizer_does_not_take_is_the_user_s_error():
+    encoder = PromptEncoder(CHAT, 100, 8, system_prompt="half \ud83d")
+    with pytest.raises(UserError, match=r"^the tokenizer cannot split .*half \\ud83d"):
+        encoder.encode(Example("q"), 0)
+
+
 LONGER = CHAT.chat_template.replace("m['content']", "m['content'] + ('' if loop.last else '!!!!')")
 
 
@@ -225,6 +231,10 @@ def test_a_prompt_is_measured_as_it_is_learned(tmp_path, way):
     assert (stream.dropped, stream.cut) == ((1, 0) if way == "drop" else (0, 1))
     texts = [prompt.text for prompt in stream.batch(0)]
     assert texts == (["a", "c", "a"] if way == "drop" else ["a", "b", "c"])
+    much = tiny_tokenizer(LONGER.replace("'!!!!'", "'!' * 99"))
+    encoder = PromptEncoder(much, limit + 40, 8)
+    far = PromptStream(open_source(path), encoder, 3, 0, shuffle=False)
+    assert "another row is learned in its place" in far.noted["longer prompt"]
     unread = PromptEncoder(tokenizer, limit, 8, completions=False)
     assert not PromptStream(open_source(path), unread, 3, 0).dropped
 
