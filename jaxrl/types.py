@@ -112,7 +112,8 @@ class Prompt(_Tokenized):
     tokens: Sequence[int]
     text: str
     completion: Sequence[int] | None = None
-    """Tokens of the data set's own completion (EOS included), where there is one."""
+    """Tokens of the data set's own completion (EOS included), where there is one and the run may
+    learn from it."""
     answer: str | None = None
     """The reference answer that a verifier compares with."""
     columns: Mapping[str, object] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxrl.config import cli
 from jaxrl.data.tasks import Arithmetic, correction
-from jaxrl.errors import user_path
+from jaxrl.errors import UserError, user_path
 
 NUMBERS = range(1_000_000, 1_020_000)
 """Of sums that the built-in models were not trained on."""
@@ -76,10 +76,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("kind", choices=KINDS, help="which sums")
     arguments = parser.parse(argv)
     path = user_path(arguments.file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for prompt, completion in KINDS[arguments.kind]():
-            file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            for prompt, completion in KINDS[arguments.kind]():
+                file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
     print(f"wrote {path}")
 
 

@@ -6,14 +6,21 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from string import Formatter
 from typing import Literal
 
 from jaxrl.config.roles import template_names
-from jaxrl.data.chat_template import Unrendered, has_template, opening_of, shows_tools
+from jaxrl.data.chat_template import (
+    OTHER_THOUGHTS,
+    THOUGHT_FIELDS,
+    Unrendered,
+    has_template,
+    opening_of,
+    shows_tools,
+)
 from jaxrl.data.example import Example, Message
 from jaxrl.data.rows import KEYS, Keys, listed
 from jaxrl.data.source import Source
@@ -31,13 +38,17 @@ from jaxrl.data.tokenizer import (
     tools_of,
     with_opening,
 )
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, about, near
 from jaxrl.types import Prompt, Rollout, Turn
 
 Chat = Literal["auto", "raw"]
 LongPrompts = Literal["drop", "cut"]
 Fit = Literal["whole", "cut", "too long"]
 """How a prompt comes under `max_prompt_tokens`, if it does."""
+SHOWN = ("messages", "tools")
+"""Columns of a prompt in which it has the messages and the tools that a chat template showed."""
+_LONGER = 32
+"""So many tokens below the limit, and less, a prompt is measured as it is learned, too."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,8 @@ class PromptEncoder:
     teacher: TeacherPrompt | None = None
     """Makes the teacher's prompts, where they are not the student's. It reads prompts as they are
     after a cut, and is never cut itself."""
+    completions: bool = True
+    """Whether completions of the data are encoded; False where nothing learns from them."""
     rows: int | None = None
     """Rows of the embedding that reads the tokens: rows of data with others are refused. None:
     those of the tokenizer."""
@@ -205,9 +218,20 @@ class PromptEncoder:
         """Encodes the prompt with its completion; returns None where the prompt is too long."""
         prompt = self.prompt_of(example)
         tokens = encode_prompt(self.tokenizer, prompt, example.tools)
-        if len(tokens) > self.max_prompt_tokens:
-            cut = self.fit(example, may_cut) == "cut"
-            return self.encode(self._cut(example), prompt_id) if cut else None
+        found = None
+        if len(tokens) <= self.max_prompt_tokens and self._learns(example):
+            found = self._encoded(example, prompt)
+        longest = max(len(tokens), 0 if found is None else len(found.prompt))
+        if longest > self.max_prompt_tokens:
+            fit = self.fit(example, may_cut)
+            if fit == "whole":  # longer by more than _LONGER
+                self.noted.setdefault(
+                    "longer prompt",
+                    f"the chat template writes the prompt with {longest} tokens once the chat"
+                    f" continues, more than max_prompt_tokens={self.max_prompt_tokens}: another row"
+                    " is learned in its place",
+                )
+            return self.encode(self._cut(example), prompt_id) if fit == "cut" else None
         theirs: tuple[int, ...] | None = None
         generation: tuple[int, ...] | None = None
         late = None
@@ -226,19 +250,16 @@ class PromptEncoder:
                 " model a template that shows tools, write them into the system message, or"
                 " unset data.tools_key"
             )
-        columns = {**example.columns, "messages": messages} if messages else example.columns
-        columns = {**columns, "tools": example.tools} if example.tools else columns
+        shown = dict(zip(SHOWN, (messages, example.tools), strict=True))
+        columns = {**example.columns, **{name: value for name, value in shown.items() if value}}
         text = messages[-1]["content"] if messages else str(example.prompt)
         completion: tuple[int, ...] | None = None
         sampled: tuple[int, ...] | None = None
         theirs_sampled: tuple[int, ...] | None = None
         turns: tuple[Turn, ...] = ()
-        if example.completion is not None:
-            found = self._encoded(example, prompt)
+        if found is not None:
             for kind, note in found.notes:
                 self.noted.setdefault(kind, note)
-            if len(found.prompt) > self.max_prompt_tokens:
-                return None
             completion = found.completion[: self.max_new_tokens]
             turns = cut_turns(found.turns, self.max_new_tokens) if len(found.turns) > 1 else ()
             if found.prompt != tokens:
@@ -297,7 +318,15 @@ class PromptEncoder:
         return self.prompt_of(self.teacher.of(example), self.teacher.tokenizer)
 
     def _fits(self, example: Example) -> bool:
-        return self.length(example) <= self.max_prompt_tokens
+        """Returns whether the prompt to sample from is short enough and, where that is close, the
+        prompt of the data's completion, which a chat template may write otherwise."""
+        spare, prompt = self.max_prompt_tokens - self.length(example), self.prompt_of(example)
+        if not 0 <= spare < _LONGER or isinstance(prompt, str) or not self._learns(example):
+            return spare >= 0
+        return len(self._encoded(example, prompt).prompt) <= self.max_prompt_tokens
+
+    def _learns(self, example: Example) -> bool:
+        return self.completions and example.completion is not None
 
     def _encoded(self, example: Example, prompt: str | tuple[Message, ...]) -> Encoded:
         """Encodes a whole prompt (`prompt_of`), the student's or the teacher's, and the row's
@@ -306,7 +335,7 @@ class PromptEncoder:
         eos_ids = self.eos_ids or (() if own is None else (own,))
         answer: str | tuple[Message, ...] = example.turns
         if not answer or isinstance(prompt, str):
-            answer = str(example.completion)
+            answer = self._as_text(example)
         try:
             return encode_completion(self.tokenizer, prompt, answer, eos_ids, example.tools)
         except Unrendered as why:
@@ -319,6 +348,21 @@ class PromptEncoder:
                 " that, give the model a template that renders the whole chat",
             )
             return self._turn_by_turn(example, prompt, eos_ids)
+
+    def _as_text(self, example: Example) -> str:
+        """Returns the completion of a text prompt: what its message says, if it is one. Raises
+        UserError for a message with calls, which a text has no place for."""
+        for turn in example.turns:
+            if turn.get("tool_calls"):
+                raise UserError(
+                    "the completion has `tool_calls`, and a text prompt no chat template that would"
+                    " write them: write the calls as text, in its `content`"
+                )
+            for name in (*THOUGHT_FIELDS, *OTHER_THOUGHTS):
+                if turn.get(name):
+                    lost = f"a text prompt has no place for `{name}` of its completion, which is"
+                    self.noted.setdefault("thoughts of texts", f"{lost} learned without it")
+        return str(example.completion)
 
     def _cut(self, example: Example) -> Example:
         """Returns the example without the fewest characters that must go."""
@@ -369,7 +413,18 @@ class PromptEncoder:
                     "data.few_shot has chats, which cannot precede a text prompt; use rows with"
                     " text prompts"
                 )
-        return "".join(f"{shot.prompt}{shot.completion}\n\n" for shot in self.few_shot)
+        with about("data.few_shot"):
+            return "".join(f"{shot.prompt}{self._as_text(shot)}\n\n" for shot in self.few_shot)
+
+
+def hidden_columns(prompts: Sequence[Prompt], own: Collection[str]) -> set[str]:
+    """Returns those columns of the data (`own`) in whose place prompts have what the template
+    showed, which is a tuple; what a row has of its own is never one."""
+    return {
+        name
+        for name in SHOWN
+        if name in own and any(isinstance(one.columns.get(name), tuple) for one in prompts)
+    }
 
 
 def few_shot(source: Source, rows: int) -> tuple[Example, ...]:

@@ -220,17 +220,14 @@ def _parsed(value: Any) -> Any:
 
 
 def _chat(value: Any) -> Any:
-    """Parses a text that is the JSON of messages, or of a single one; returns any other value as it
-    is."""
+    """Parses a text that is the JSON of messages of known speakers, or of a single one; returns any
+    other value as it is, such as an answer in JSON."""
     parsed = _parsed(value)
     turns = parsed if isinstance(parsed, list) else [parsed]
     is_chat = bool(turns) and all(
         isinstance(turn, dict)
-        and (
-            isinstance(turn.get("role"), str)
-            and ("content" in turn or "tool_calls" in turn or "function_call" in turn)
-            or ("from" in turn and "value" in turn)
-        )
+        and str(turn.get("role")).strip().lower() in _SPEAKERS
+        and turn.keys() & {"content", "tool_calls", "function_call"}
         for turn in turns
     )
     return parsed if is_chat else value
@@ -287,7 +284,9 @@ def _prompt(
                 " out)"
             )
         roles = [turn["role"] for turn in before]
-        first = roles.index("assistant") if keys.turns == "all" else len(roles) - 1
+        first = len(roles) - 1
+        if keys.turns == "all" and first:  # a greeting that begins the chat is prompt
+            first = roles.index("assistant", 1)
         before, turns = before[:first], before[first:]
     elif keys.turns == "last":
         before, turns = (*before, *turns[:-1]), turns[-1:]
@@ -350,7 +349,7 @@ def _message(given: object, place: str) -> Message:
             f"{json.dumps(given, ensure_ascii=False, default=str)[:80]}"
             f"{'' if message.keys() & {'role', 'content'} else _COLUMNS}"
         )
-    _check_text(message["content"], place)
+    _check_text(message, place)
     return message
 
 
@@ -391,7 +390,7 @@ def _joined(parts: list[Any], place: str) -> str:
 def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObject, ...]:
     """Returns the JSON schemas of a row, given as a list or its text; null is as good as none."""
     given = _parsed(find(row, keys.tools))
-    if given is None:
+    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
         return ()
     tools = [_parsed(tool) for tool in given] if isinstance(given, list) else [None]
     if not all(isinstance(tool, dict) for tool in tools):
@@ -399,6 +398,7 @@ def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObjec
             f"{where}: `{keys.tools}` must be a list of JSON schemas, or the text of one; it is"
             f" {kind(given)}"
         )
+    _check_text(tools, f"{where}: `{keys.tools}`")
     return tuple(_without_nulls(tool, MAY_BE_NULL) for tool in tools)
 
 
@@ -440,15 +440,22 @@ def _answer(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
     return value
 
 
-def _check_text(text: str, where: str) -> None:
-    """Checks that a text has no half of a character (`\\ud83d`), which JSON can spell and no
-    tokenizer takes."""
-    if text.isascii():
+def _check_text(value: Any, where: str) -> None:
+    """Checks that a text, or each text in a value of JSON, has no half of a character (`\\ud83d`),
+    which JSON can spell and no tokenizer takes."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            _check_text(name, where)
+            _check_text(one, where if name == "content" else f"{where}: `{name}`")
+    elif isinstance(value, list):
+        for one in value:
+            _check_text(one, where)
+    if not isinstance(value, str) or value.isascii():
         return
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError as error:
-        half = ascii(text[error.start])[1:-1]
+        half = ascii(value[error.start])[1:-1]
         raise UserError(
             f"{where}: {half} at character {error.start} is half of a surrogate pair, not text"
         ) from error

@@ -45,11 +45,17 @@ SPLITS: Mapping[Split, tuple[str, ...]] = {
     "eval": ("eval", "validation", "valid", "val", "dev", "test"),
 }
 """Names of the split that each use takes where none is asked for, the first that is there."""
-SPLIT_FILE = re.compile(rf"({'|'.join(name for s in SPLITS.values() for name in s)})([-_.].*)?")
-"""Stem of a file that holds a split, such as `test` and `train-00000-of-00002`."""
+_SPELT = {"training": "train", "evaluation": "eval", "testing": "test"}
+"""Words in file names that mean a split of another name."""
+_WORD = re.compile(
+    rf"(?<![^-._ 0-9])({'|'.join((*_SPELT, *(name for s in SPLITS.values() for name in s)))})"
+    r"(?![^-._ 0-9])",
+    re.IGNORECASE,
+)
+"""A word in the name of a file or a folder that says which split is in it, as `datasets` has it."""
 CONVERTED = "refs/convert/parquet"
 """Branch that has the hub's own conversion of a data set."""
-_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+_SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
 _WILD = re.compile(r"(\*\*/|\*\*|\*|\?)")
 _NUMBER = re.compile(r"\d{4,5}")
 
@@ -148,8 +154,9 @@ def listed_rows(rows: Rows, label: str) -> Rows:
     others as a list of what should be mappings of field names to values.
 
     Args:
-        rows: a `datasets.Dataset`, a `pyarrow.Table`, a `DataFrame` of pandas or polars, or any
-            sequence or iterable, such as a list or a generator, which is read to its end.
+        rows: a `datasets.Dataset` (its transform, if it has one, is applied once), a
+            `pyarrow.Table`, a `DataFrame` of pandas or polars, or any sequence or iterable, such as
+            a list or a generator, which is read to its end.
 
     Raises:
         UserError: these are no rows.
@@ -164,7 +171,10 @@ def listed_rows(rows: Rows, label: str) -> Rows:
     elif hasattr(rows, "to_dicts"):  # a frame of polars
         return rows.to_dicts()
     elif hasattr(rows, "column_names") and hasattr(rows, "__len__"):
-        return rows
+        form = getattr(rows, "format", None) or {"type": None, "output_all_columns": True}
+        if form["type"] == "custom":
+            return list(rows)
+        return rows if form["output_all_columns"] else rows.select_columns(form["columns"])
     elif hasattr(rows, "columns") and hasattr(rows, "iloc"):
         check_names(rows.columns, f"{label}: {type(rows).__name__}")
         return rows.to_dict("records")
@@ -280,40 +290,32 @@ class _Opener:
             raise UserError(f"{place}: no option {key!r}{hint}; a folder has split")
         asked = str(given["split"]) if given else None
         saved = dataset_splits(str(folder), self.label)
-        files = _files_by_split(folder, place) if saved is None else {}
-        splits = list(files) if saved is None else saved
-        whole = asked is None and splits in ([], [""])
-        chosen = "" if whole else choose(splits, asked, self.split, place, ":split=NAME")
+        files = _files_by_split(folder, place) if saved is None else {name: [] for name in saved}
+        whole = asked is None and len(files) < 2 and not any(map(_words, files))
+        first = next(iter(files), "")
+        chosen = first if whole else choose(files, asked, self.split, place, ":split=NAME")
         if saved is None:
             return self.files(spec, files[chosen])
         return open_dataset(spec, str(folder / chosen), self.keys, self.label)
 
 
 def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
-    """Finds the data files directly in a folder, by split, or all of them under "" where no name
-    gives a split."""
+    """Finds the data files directly in a folder, by split; "" has those whose name says none."""
     try:
         files = data_files(sorted(path for path in folder.iterdir() if path.is_file()))
     except OSError as error:
         raise UserError(f"{place}: {error.strerror}") from error
     kinds = sorted({path.suffix for path in files})
-    by_split: dict[str, list[Path]] = {}
-    for path in files:
-        match = SPLIT_FILE.fullmatch(path.stem)
-        by_split.setdefault(match[1] if match else "", []).append(path)
     wrong = ""
     if not files:
         wrong = f"no {FORMATS} file, nor what datasets.Dataset.save_to_disk writes"
     elif len(kinds) > 1:
         wrong = f"both {kinds[0]} and {kinds[1]} files; name one kind, as in {folder}/*{kinds[1]}"
-    elif "" in by_split and len(by_split) > 1:
-        others = ", ".join(path.name for path in by_split.pop("")[:3])
-        wrong = (
-            f"files of the splits {', '.join(by_split)} and others ({others}); name those you want,"
-            f" as in {folder}/{next(iter(by_split))}*"
-        )
     if wrong:
         raise UserError(f"{place}: the folder holds {wrong}")
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        by_split.setdefault(split_of(PurePath(path.name)), []).append(path)
     return by_split
 
 
@@ -351,7 +353,7 @@ def split_files(name: HubName, split: Split) -> list[str]:
     if not layout:
         raise UserError(f"{name.asked}: the repository has no {FORMATS} files{_try(name)}")
     splits = layout[_config(name, layout, config)]
-    chosen = choose(list(splits), asked or None, split, str(name.asked), "hf:ORG/NAME:CONFIG:SPLIT")
+    chosen = choose(splits, asked or None, split, str(name.asked), "hf:ORG/NAME:CONFIG:SPLIT")
     files = sorted(splits[chosen])
     other = [file for file in files if not file.endswith(SUFFIXES)]
     if other or not files:
@@ -360,19 +362,30 @@ def split_files(name: HubName, split: Split) -> list[str]:
     return files
 
 
-def choose(splits: Sequence[str], asked: str | None, split: Split, place: str, how: str) -> str:
-    """Returns the split that is asked for, or else the one named like the use."""
+def choose(
+    splits: Mapping[str, Sequence[object]], asked: str | None, split: Split, place: str, how: str
+) -> str:
+    """Returns the split that is asked for, or else the one named like the use.
+
+    Args:
+        splits: to files; "" has those that cannot be placed, so that a split must be asked for.
+    """
+    names = ", ".join(name for name in splits if name)
+    if asked is None and "" in splits:
+        others = ", ".join(PurePath(str(file)).name for file in splits[""][:3])
+        raise UserError(
+            f"{place}: files of the splits {names} and others ({others}); choose one with {how}"
+        )
     if asked is None:
         for name in SPLITS[split]:
             if name in splits:
                 return name
         raise UserError(
-            f"{place}: no split {' or '.join(SPLITS[split])} among {', '.join(splits)}; choose one "
-            f"with {how}"
+            f"{place}: no split {' or '.join(SPLITS[split])} among {names}; choose one with {how}"
         )
     if asked not in splits:
-        there = ", ".join(name for name in splits if name) or "none"
-        raise UserError(f"{place}: no split {asked!r}{near(asked, splits)}; there is {there}")
+        hint = near(asked, splits)
+        raise UserError(f"{place}: no split {asked!r}{hint}; there is {names or 'none'}")
     return asked
 
 
@@ -428,11 +441,7 @@ def _described(there: Sequence[str], configs: Sequence[object]) -> Layout:
             for split, patterns in _patterns(config.get("data_files"))
         }
         if not splits:  # a folder alone
-            found = _inferred([file.removeprefix(f"{folder}/") for file in inside])
-            each = next(iter(found.values()), {})
-            splits = {
-                split: [f"{folder}/{file}" for file in files] for split, files in each.items()
-            }
+            splits = _inferred(inside, folder).get("default", {})
         name = _word(config.get("config_name") or "default")
         layout[name] = splits
         if config.get("default"):
@@ -488,24 +497,52 @@ def _ends(part: str, file: str, start: int) -> Iterable[int]:
     return [start + len(part)] if file.startswith(part, start) else []
 
 
-def _inferred(there: Sequence[str]) -> Layout:
-    """Returns what the paths say. Files that name no split are `train`, if none names one."""
-    layout: Layout = {}
+def _inferred(there: Sequence[str], folder: str | None = None) -> Layout:
+    """Returns what the paths say. Files of a configuration that name no split are `train`, if none
+    names one; else they have the split "".
+
+    Args:
+        folder: holds all of the paths, which are then one configuration, `default`.
+    """
+    named: Layout = {}
     unnamed: Layout = {}
     paths = data_files([PurePosixPath(file) for file in there])
-    for suffix in SUFFIXES:
-        for path in (path for path in paths if path.suffix == suffix):
-            folders = list(path.parts[:-1])
-            match = _SHARD.fullmatch(path.stem) or SPLIT_FILE.fullmatch(path.stem)
-            split = None if match is None else match[1]
-            if split is None and folders and _NUMBER.fullmatch(path.stem):
-                split = folders.pop()
-            config = next((name for name in reversed(folders) if name != "data"), "default")
-            files = (unnamed if split is None else layout).setdefault(config, {})
-            files.setdefault(split or "train", []).append(str(path))
-        if layout or unnamed:
-            return layout or unnamed
-    return {}
+    suffix = next((suffix for suffix in SUFFIXES for path in paths if path.suffix == suffix), None)
+    for path in (path for path in paths if path.suffix == suffix):
+        below = path.relative_to(folder or "")
+        split = split_of(below)
+        folders = [name for name in below.parts[:-1] if split not in (name, *_words(name))]
+        config = next((name for name in reversed(folders) if name != "data"), "default")
+        config = config if folder is None else "default"
+        named.setdefault(config, {}).setdefault(split, []).append(str(path))
+    for config in [config for config, splits in named.items() if not any(splits)]:
+        unnamed[config] = {"train": named.pop(config)[""]}
+    return named or unnamed
+
+
+def split_of(path: PurePath) -> str:
+    """Returns the split that the name of a file, or of a folder that it is in, says as `datasets`
+    reads them: a word such as `train` or `validation` between the ends, digits, spaces and marks.
+    Words of several splits make a name of all of them.
+
+    What stands before the number of a shard (`train_sft-00000-of-00002`), and the folder of a
+    numbered file of the hub's own conversion (`main/train_sft/0000.parquet`), are names as they
+    stand. "": there is no name.
+    """
+    *folders, stem = path.with_suffix("").parts
+    shard = _SHARD.match(stem)
+    words = {word for name in (*folders, stem) for word in _words(name)}
+    if shard is not None and (_words(shard[1]) or not words):
+        return _SPELT.get(shard[1].lower(), shard[1])
+    if len(folders) > 1 and _NUMBER.fullmatch(stem) and folders[-1] != "data":
+        return folders[-1]
+    return "+".join(sorted(words))
+
+
+def _words(name: str) -> set[str]:
+    """Returns the splits that a name has words of."""
+    found = (word.lower() for word in _WORD.findall(name))
+    return {_SPELT.get(word, word) for word in found}
 
 
 def _try(name: HubName) -> str:

@@ -322,7 +322,8 @@ def eval_set(
     first_id: int = 0,
 ) -> EvalSet:
     """Makes the set of the first `count` usable prompts, or of all there are; the parts of `source`
-    take turns."""
+    take turns. Completions of the data are not read."""
+    encoder = replace(encoder, completions=False)
     prompts: list[Prompt] = []
     seen: set[Sequence[int]] = set()
     dropped = cut = 0
@@ -336,7 +337,7 @@ def eval_set(
         if prompt is None or (part.procedural and prompt.tokens in seen):
             dropped += 1
             continue
-        prompts.append(prompt.to_sample)
+        prompts.append(prompt)
         seen.add(prompt.tokens)
         cut += encoder.fit(example, not part.procedural) == "cut"
         if len(prompts) == count:

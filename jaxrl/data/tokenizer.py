@@ -96,11 +96,13 @@ def _growth(tokenizer: Tokenizer) -> float:
 @contextmanager
 def _panics(what: str, text: str | None = None) -> Iterator[None]:
     """Raises UserError where the Rust code of a tokenizer panics, which is no Exception in Python:
-    at a regular expression that backtracks without end."""
+    at a regular expression that backtracks without end; and where it takes a text for none, such as
+    one with half of a surrogate pair."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        refused = text is not None and isinstance(error, TypeError | ValueError)
+        if type(error).__name__ != "PanicException" and not refused:
             raise
         what += "" if text is None else f" {short(repr(text))}"
         raise UserError(f"the tokenizer {what}: {_one_line(error)}") from error

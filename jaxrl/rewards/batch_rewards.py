@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
@@ -93,12 +93,15 @@ class RewardFunctions:
             max_processes=config.max_processes,
         )
 
-    def check(self, prompts: Sequence[Prompt], begun: bool = False) -> list[str]:
+    def check(
+        self, prompts: Sequence[Prompt], begun: bool = False, hidden: Collection[str] = ()
+    ) -> list[str]:
         """Checks that every function can be loaded and called with what the data has.
 
         Args:
             prompts: some, for their columns.
             begun: an environment begins episodes with prompts of its own, perhaps as messages.
+            hidden: columns of the data in whose place prompts have others of the run.
 
         Returns:
             Which functions get messages; for each verifier that cannot judge some of the prompts,
@@ -112,7 +115,7 @@ class RewardFunctions:
             return []
         columns = {name for prompt in prompts for name in prompt.columns}
         added = set(ADDED if self.environment else ADDED[:-1])
-        twice = columns & {*OF_COMPLETIONS, *added}
+        twice = columns & {*OF_COMPLETIONS, *added, *hidden}
         columns |= added
         notes, get_messages = [], []
         for source, signature in zip(self.sources, self.pool.facts(), strict=True):

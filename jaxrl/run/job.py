@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -23,7 +23,13 @@ from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.chat_template import dated, has_template, opening_of
 from jaxrl.data.example import Example, Split
-from jaxrl.data.prompt_encoder import PLACES, PromptEncoder, TeacherPrompt, few_shot
+from jaxrl.data.prompt_encoder import (
+    PLACES,
+    PromptEncoder,
+    TeacherPrompt,
+    few_shot,
+    hidden_columns,
+)
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Rows, Source, is_missing, is_split_here, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream, eval_sets
@@ -208,6 +214,7 @@ def encoder(
         shots,
         d.long_prompts,
         theirs,
+        method_of(config).reads_completions(config),
         rows,
     )
 
@@ -608,7 +615,8 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     prompts = [prompt.to_sample for prompt in train.batch(0)]
     prompts += (prompt for one in held_out for prompt in one.prompts)
     notes: list[str | None] = [*token_note, tools_note(config, train, tokenizer)]
-    notes += _check_code(config, given, train.batch(0))
+    own = set(source.columns).difference(keys(config).named)
+    notes += _check_code(config, given, train.batch(0), own)
     if config.learns_from_rewards:
         if config.reward.model is not None:
             tokenizer_of_reward(open_reward(config.reward.model))
@@ -640,9 +648,15 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     )
 
 
-def _check_code(config: Config, given: PythonObjects, prompts: Sequence[Prompt]) -> list[str]:
+def _check_code(
+    config: Config, given: PythonObjects, prompts: Sequence[Prompt], own: Collection[str] = ()
+) -> list[str]:
     """Loads the environment and the reward functions, and tries these on the prompts, if there are
-    any; returns notes on them and on the objective."""
+    any; returns notes on them and on the objective.
+
+    Args:
+        own: columns of the data that no key names.
+    """
     begun, notes = False, list[str]()
     if config.environment.name is not None:
         with pool_of(config, 1, given.code) as pool:
@@ -661,7 +675,7 @@ def _check_code(config: Config, given: PythonObjects, prompts: Sequence[Prompt])
                 notes += objective_notes(config)
         with closing(reward_functions(config, given.code)) as rewards:
             if prompts:
-                notes += rewards.check(prompts, begun)
+                notes += rewards.check(prompts, begun, hidden_columns(prompts, own))
             else:
                 rewards.pool.facts()
     return notes

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import datasets
@@ -17,7 +17,7 @@ import pytest
 
 from jaxrl.data.example import Part
 from jaxrl.data.rows import Keys
-from jaxrl.data.source import Source, open_source
+from jaxrl.data.source import Source, open_source, split_of
 from jaxrl.data.tables import GroupCache, ParquetReader
 from jaxrl.errors import UserError
 
@@ -192,6 +192,45 @@ def test_the_split_is_the_one_asked_for_or_named_like_the_use(tmp_path, layout):
         assert "no split train among test, validation; choose one with :split=" in told(str(folder))
 
 
+SPLIT_NAMES = {
+    "train": "train train1 Train training gsm8k_train math-train my_train_data a.train.v2",
+    "eval": "eval evaluation sums-eval",
+    "validation": "validation my_validation_data",
+    "test": "test testing test1 x_test",
+    "train_sft": "train_sft-00000-of-00002 train_sft-00000-of-00002-0123456789abcdef",
+    "test+train": "train_test test-of-train",
+    "part": "part-00000-of-00002",
+    "": "contest trainer detrain devices 2023",
+}
+"""Split -> names of files that say so."""
+
+
+def test_the_name_of_a_file_or_a_folder_says_its_split():
+    for split, names in SPLIT_NAMES.items():
+        for name in names.split():
+            assert split_of(PurePath(f"{name}.jsonl")) == split, name
+            if "-of-" not in name:
+                assert split_of(PurePath(f"data/{name}/part-00000-of-00001.csv")) == (
+                    split or "part"
+                )
+                assert split_of(PurePath(f"{name}/x.jsonl")) == split
+
+
+def test_a_folder_never_trains_on_what_its_names_hold_out(tmp_path):
+    for number, names in enumerate(
+        ("sums_train sums_test", "training testing", "train_a train_b test", "Train Dev")
+    ):
+        for name in names.split():
+            write_jsonl(tmp_path / f"{number}" / f"{name}.jsonl", few(name))
+        learned = prompts(open_source(f"{tmp_path}/{number}"))
+        held_out = prompts(open_source(f"{tmp_path}/{number}", split="eval"))
+        assert [*learned, *held_out] == names.split()
+    for name in ("train_sft-00000-of-00001", "train_prefs-00000-of-00001"):
+        write_jsonl(tmp_path / "shards" / f"{name}.jsonl", few(name))
+    assert "no split train among train_prefs, train_sft" in told(f"{tmp_path}/shards")
+    assert len(open_source(f"{tmp_path}/shards:split=train_sft")) == 1
+
+
 # What is refused
 
 
@@ -306,6 +345,16 @@ def test_text_in_a_table_that_is_not_utf8(tmp_path):
         (b'{"prompt": "x", "completion": "\xe4"}', "not UTF-8"),
         (b'{"prompt": "\\ud83d"}', r"\ud83d at character 0 is half of a surrogate pair"),
         (b'{"messages": [{"role": "user", "content": "a\\udc00"}]}', "character 1 is half"),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "thinking": "b\\udc00"}]}',
+            r"`thinking`: \udc00 at character 1 is half",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f",'
+            b' "arguments": {"a": ["\\ud83d"]}}}]}]}',
+            r"`a`: \ud83d at character 0 is half",
+        ),
+        (b'{"prompt": "x", "tools": [{"name": "f\\ud83d"}]}', "`tools`: `name`: "),
         (b"[" * 100_000, "cannot be read"),
         (b'{"prompt": "x", "answer": ' + b"1" * 5000 + b"}", "cannot be read"),
     ],
@@ -313,7 +362,7 @@ def test_text_in_a_table_that_is_not_utf8(tmp_path):
 def test_lines_that_cannot_be_read(tmp_path, line, words):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
-    text = told(str(path))
+    text = told(str(path), keys=Keys(tools="tools"))
     assert text.startswith(f"data.train: {path}:2: ") and words in text
 
 
@@ -362,7 +411,8 @@ def test_options_and_mixed_folders(tmp_path):
     assert "there is none" in told(f"{tmp_path}/a:split=train")
     write_jsonl(tmp_path / "a" / "train.jsonl", few("a"))
     text = told(f"{tmp_path}/a")
-    assert "splits train and others (x.jsonl)" in text and f"{tmp_path}/a/train*" in text
+    assert "splits train and others (x.jsonl); choose one with :split=NAME" in text
+    assert prompts(open_source(f"{tmp_path}/a:split=train")) == ["a"]
     write_parquet(tmp_path / "b" / "x.parquet", few("a"))
     write_jsonl(tmp_path / "b" / "x.jsonl", few("a"))
     assert "both .jsonl and .parquet" in told(f"{tmp_path}/b")

@@ -19,7 +19,14 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.chat_template import opening_of
 from jaxrl.data.example import Example
-from jaxrl.data.prompt_encoder import PLACES, PromptEncoder, TeacherPrompt, few_shot, with_feedback
+from jaxrl.data.prompt_encoder import (
+    PLACES,
+    PromptEncoder,
+    TeacherPrompt,
+    few_shot,
+    hidden_columns,
+    with_feedback,
+)
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, open_source
 from jaxrl.data.stream import PromptStream, eval_sets
@@ -175,6 +182,80 @@ def test_few_shot_text_is_prompt_completion_blank_line(tmp_path):
     document = Example("5+1=", document=True)
     encoder = PromptEncoder(CHAT, 100, 8, few_shot=shots)
     assert shown(CHAT, encoder, document) == "2+2=4\n\n1+2=3\n\n5+1="
+
+
+CALL = {"type": "function", "function": {"name": "w", "arguments": {}}}
+
+
+@pytest.mark.parametrize(("tokenizer", "chat"), [(CHAT, "raw"), (PLAIN, "auto")])
+def test_calls_before_a_text_are_refused_and_thoughts_are_a_line(tmp_path, tokenizer, chat):
+    """Of a row that is learned, and of a few-shot row, which every prompt has."""
+
+    def row(**more: Any) -> dict[str, Any]:
+        return {"prompt": "q", "completion": {"role": "assistant", "content": "4", **more}}
+
+    def encoded(**more: Any) -> tuple[PromptEncoder, str]:
+        encoder = PromptEncoder(tokenizer, 100, 8, chat=chat, **more)
+        return encoder, shown(tokenizer, encoder, learned)
+
+    (learned,) = shots_of(tmp_path / "s.jsonl", row(reasoning_content="two"))
+    (called,) = shots_of(tmp_path / "s.jsonl", row(tool_calls=[CALL]))
+    encoder, text = encoded()
+    assert text == "q" and "`reasoning_content`" in encoder.noted["thoughts of texts"]
+    encoder, text = encoded(few_shot=(learned,), completions=False)
+    assert text == "q4\n\nq" and list(encoder.noted) == ["thoughts of texts"]
+    with pytest.raises(UserError, match=r"^the completion has `tool_calls`, and a text"):
+        PromptEncoder(tokenizer, 100, 8, chat=chat).encode(called, 0)
+    with pytest.raises(UserError, match=r"^data\.few_shot: the completion has `tool_calls`"):
+        encoded(few_shot=(called,))
+    assert not encoded(completions=False)[0].noted
+
+
+def test_a_text_that_the_tokenizer_does_not_take_is_the_user_s_error():
+    encoder = PromptEncoder(CHAT, 100, 8, system_prompt="half \ud83d")
+    with pytest.raises(UserError, match=r"^the tokenizer cannot split .*half \\ud83d"):
+        encoder.encode(Example("q"), 0)
+
+
+LONGER = CHAT.chat_template.replace("m['content']", "m['content'] + ('' if loop.last else '!!!!')")
+
+
+@pytest.mark.parametrize("way", ["drop", "cut"])
+def test_a_prompt_is_measured_as_it_is_learned(tmp_path, way):
+    """A template that writes more once the chat goes on: no row takes its neighbour's place."""
+    answer = {"role": "assistant", "content": "a"}
+    path = write(
+        tmp_path / "x.jsonl", *({"messages": [user(text), answer]} for text in ("a", "bbb", "c"))
+    )
+    tokenizer = tiny_tokenizer(LONGER)
+    limit = len(tokenizer(TURN.format("user", "x!!!!") + START)["input_ids"])
+    encoder = PromptEncoder(tokenizer, limit, 8, long_prompts=way)
+    stream = PromptStream(open_source(path), encoder, 3, 0, shuffle=False)
+    assert (stream.dropped, stream.cut) == ((1, 0) if way == "drop" else (0, 1))
+    texts = [prompt.text for prompt in stream.batch(0)]
+    assert texts == (["a", "c", "a"] if way == "drop" else ["a", "b", "c"])
+    much = tiny_tokenizer(LONGER.replace("'!!!!'", "'!' * 99"))
+    encoder = PromptEncoder(much, limit + 40, 8)
+    far = PromptStream(open_source(path), encoder, 3, 0, shuffle=False)
+    assert "another row is learned in its place" in far.noted["longer prompt"]
+    unread = PromptEncoder(tokenizer, limit, 8, completions=False)
+    assert not PromptStream(open_source(path), unread, 3, 0).dropped
+
+
+def test_columns_in_whose_place_the_run_has_its_own_are_known(tmp_path):
+    own = {"messages": [user("x")], "tools": [{"name": "f"}]}
+    keys = Keys(messages=None)
+    for prompt, tokenizer, hidden in (
+        ("q", CHAT, {"messages"}),
+        ([user("q")], CHAT, {"messages"}),
+        ("q", PLAIN, set()),
+    ):
+        path = write(tmp_path / "s.jsonl", {"prompt": prompt, "completion": "a", **own})
+        example = open_source(path, keys=keys)[0]
+        made = PromptEncoder(tokenizer, 100, 8).encode(example, 0)
+        assert hidden_columns([made], own) == hidden and not hidden_columns([made], ())
+        kept = own.keys() - hidden
+        assert {name: made.columns[name] for name in kept} == {name: own[name] for name in kept}
 
 
 def test_few_shot_from_a_task_and_before_held_out_prompts(tmp_path):

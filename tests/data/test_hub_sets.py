@@ -89,6 +89,18 @@ LAYOUTS: dict[str, tuple[str | None, str, str, str]] = {
     "a folder alone": (
         *("- {config_name: a, data_dir: c}", "c/train.jsonl train.jsonl", ":a", "c/train.jsonl"),
     ),
+    "all below a folder": (
+        *("- {config_name: a, data_dir: c}", "c/d/train-1.jsonl c/e/train.jsonl c/e/dev.jsonl"),
+        *(":a", "c/d/train-1.jsonl c/e/train.jsonl"),
+    ),
+    "words in names": (None, "sums_train.jsonl sums_test.jsonl", "", "sums_train.jsonl"),
+    "folders of splits": (None, "data/train/a.jsonl data/test/a.jsonl", "", "data/train/a.jsonl"),
+    "years": (None, "data/2023.jsonl data/2024.jsonl", "", "data/2023.jsonl data/2024.jsonl"),
+    "shards with a hash": (
+        *(None, f"data/{SHARD[:-8]}-0a.parquet data/train_gen-00000-of-00001-0b.parquet"),
+        *("", f"data/{SHARD[:-8]}-0a.parquet"),
+    ),
+    "others that are not asked for": (None, "train.jsonl x.jsonl", "::train", "train.jsonl"),
     "a default": (
         "- {config_name: a, data_files: b.jsonl}\n"
         "- {config_name: c, default: true, data_files: d.jsonl}",
@@ -165,12 +177,14 @@ def test_many_stars_take_no_time() -> None:
             "hf:org/text",
             "no .jsonl, .parquet, .json or .csv files|hf:org/text@refs/convert/parquet",
         ),
+        ("hf:org/some", "splits train and others (x.jsonl)|with hf:ORG/NAME:CONFIG:SPLIT"),
         ("hf:openai/gsm8k:main:train", "neither `prompt` nor `messages`|`question`"),
         ("hf:a/b/c", "hf:ORG/NAME:CONFIG:SPLIT"),
     ],
 )
 def test_what_goes_wrong_is_one_line(sets: Hub, spec: str, words: str) -> None:
     sets.add("datasets/org/text", {"train.txt": "a,b"})
+    sets.add("datasets/org/some", {"train.jsonl": "", "x.jsonl": ""})
     with pytest.raises(UserError) as caught:
         open_source(spec, label="data.train")
     text = str(caught.value)

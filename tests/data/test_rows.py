@@ -297,6 +297,21 @@ def test_nulls_that_somebody_wrote_into_arguments_stay(tmp_path: Path) -> None:
         assert function["arguments"] == {"x": None, "y": [None]}
 
 
+@pytest.mark.parametrize("tools", [None, "", " ", "null", "[]", []])
+def test_tools_that_are_none(tools: Any) -> None:
+    assert to_example({"prompt": "a", "tools": tools}, Keys(tools="tools"), "row").tools == ()
+
+
+def test_a_greeting_that_begins_a_chat_is_prompt() -> None:
+    """Whichever turns are learned; behind a system message it is a turn like all others."""
+    hello, system = {"role": "assistant", "content": "Hello!"}, {"role": "system", "content": "s"}
+    for turns in ("last", "all"):
+        example = to_example({"messages": [hello, USER, ANSWER]}, Keys(turns=turns), "row")
+        assert example.prompt == (hello, USER) and example.turns == (ANSWER,)
+    example = to_example({"messages": [system, hello, USER, ANSWER]}, Keys(turns="all"), "row")
+    assert example.prompt == (system,) and example.turns == (hello, USER, ANSWER)
+
+
 def test_tools_that_a_table_wrote_as_json_have_no_nulls_of_others(tmp_path: Path) -> None:
     tools = [*TOOLS, tool("d", x={"type": "string", "default": None})]
     row = {"prompt": "a", "tools": tools}
@@ -496,6 +511,9 @@ def test_messages_as_json_text_are_read_in_every_column(
         '[{"role": "admin"}]',
         '[{"role": 3, "content": "x"}]',
         '[{"role": "user", "content": "x"}, 3]',
+        '{"role": "admin", "content": "x"}',
+        '{"from": "bot", "value": "hello"}',
+        '[{"from": "USD", "to": "EUR", "value": 100}]',
         '[{"role": "user", "content": "x"}] Who speaks?',
         '[{"role": "user", "content": "x"}',
     ],
@@ -676,6 +694,19 @@ def test_a_dataset_s_own_order_and_rows_are_used() -> None:
             dataset.map(lambda row, i: {"prompt": row["prompt"] * (i != 1400)}, with_indices=True),
             label="data.eval",
         )
+
+
+def test_a_dataset_is_what_it_yields() -> None:
+    """Not the columns under a transform, nor those that its format leaves out."""
+    plain = datasets.Dataset.from_list([{"prompt": "1", "answer": "2"}])
+    for dataset in (
+        plain.with_transform(lambda batch: {"prompt": [f"{x}+1" for x in batch["prompt"]]}),
+        plain.with_format(columns=["prompt"]),
+        plain.with_format("numpy", columns=["prompt"]),
+        plain.with_format("numpy", columns=["prompt"], output_all_columns=True),
+    ):
+        (example,), (row,) = examples(source_of(dataset)), dataset
+        assert (example.prompt, example.answer) == (row["prompt"], row.get("answer"))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from jaxrl.config.keys import keys
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
 from jaxrl.data.tasks import TASKS
+from jaxrl.errors import UserError
 from jaxrl.formats.gguf import PRE
 from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.correction import CORRECTIONS
@@ -135,6 +136,8 @@ def test_the_scripts_that_pages_name_write_data(
     monkeypatch.setattr(models, "train", train)
     for kind in sums.KINDS:
         sums.main([str(tmp_path / f"{kind}.jsonl"), kind])
+    with pytest.raises(UserError, match=r"calls.jsonl/x: cannot be written: "):
+        sums.main([str(tmp_path / "calls.jsonl" / "x"), "calls"])
     for kind in models.KINDS:
         models.main([str(tmp_path), kind])
     names = ["plus", "minus", "bytes", "pairs"]

@@ -187,6 +187,10 @@ def test_what_the_data_lacks_is_told_before_anything_runs(functions: RewardFunct
         return Prompt(0, (1,), "p", None, answer, columns)
 
     assert functions.check([prompt("5", parts=None)]) == []
+    with pytest.raises(
+        UserError, match="a column `parts`, which .* gets from the run: rename the column"
+    ):
+        functions.check([prompt("5", parts=None)], hidden={"parts"})
     with pytest.raises(UserError, match="parts asks for the column `parts` .did you mean part"):
         functions.check([prompt("5", part=["5"])])
     with pytest.raises(UserError, match="column `n_tokens`.*rename"):

@@ -274,6 +274,18 @@ def test_completions_that_nothing_learns_or_that_fit_are_not_counted(
         assert "completions" not in job.data_notes()[0]
 
 
+def test_completions_are_checked_where_something_reads_them(folder: Path, tmp_path: Path) -> None:
+    """The template shows no calls, which matters to what learns them alone."""
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    row = {"messages": [{"role": "user", "content": "a"}, called], "answer": "c"}
+    file = rows(tmp_path, row, row)
+    job = make_job(config_of(folder, file, *GSPO, f"data.eval={file}"))
+    assert not [note for note in job.data_notes() if "tool_calls" in note]
+    assert len(job.held_out[0].prompts) == 2
+    with pytest.raises(UserError, match="does not render `tool_calls`"):
+        make_job(config_of(folder, file, *SFT))
+
+
 def test_a_chat_that_does_not_end_with_the_assistant_is_named(folder: Path, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     asked = {"messages": [*turns, turns[0]]}
