@@ -449,11 +449,15 @@ class EnvironmentConfig(Section):
     ends."""
 
     def _rules(self) -> Iterator[str]:
-        if self.name is None:
-            keys = type(self).model_fields
-            yield from unread(self, keys, "name", "there is no environment", "environment.name too")
+        yield from self.without_environment("arguments")
         if not all(name.isidentifier() for name in self.arguments):
             yield f"arguments={self.arguments}: each name must be that of an argument in Python"
+
+    def without_environment(self, *keys: str) -> Iterator[str]:
+        """Yields a message for each of these keys that is set, where there is no environment."""
+        if self.name is None:
+            why = "there is no environment"
+            yield from unread(self, keys, "name", why, "environment.name too")
 
 
 class OffloadConfig(Section):

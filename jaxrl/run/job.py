@@ -71,6 +71,8 @@ from jaxrl.teacher.remote import (
 )
 from jaxrl.types import Completion, Prompt
 
+EPISODES = "turn_tokens", "max_turns", "weight", "credit", "discount"
+"""Keys of `environment` that say what an episode is and what it teaches."""
 FIRST_ROWS = 16
 """Rows that are read where the prompts cannot be tokenized."""
 
@@ -692,6 +694,9 @@ def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], S
 
 def _check_keys(config: Config) -> None:
     """Checks what the keys and the student's `config.json` alone tell."""
+    # Only now is it known that no Python program gives an environment.
+    for message in config.environment.without_environment(*EPISODES):
+        raise UserError(f"environment: {message}")
     verifier(config.data.verifier)
     longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
     check_positions(config, longest, model_config(config.student.model), "student.model")

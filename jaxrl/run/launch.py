@@ -68,6 +68,9 @@ from jaxrl.teacher.remote import RemoteTeachers, remote_head
 from jaxrl.types import Tree
 
 Log = Callable[[str], None]
+NOT_REHEARSED = ("cpu",)
+"""Platforms whose rollout rehearses nothing while the weights are read: its launches take the cores
+that read them, and the first step came 4 to 7% later (benchmarks/RESULTS.md)."""
 STOP_S = 10.0
 """Longest wait for the workers at the end of a run."""
 
@@ -254,8 +257,9 @@ def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
         verify_arrays("rollout", base, mesh)
     sampler = _sampler(setup, setup.student, mesh, params=None, base=base)
     others = [other for role, other in meshes.items() if role != "rollout"]
-    if not any(set(other.devices.flat) & set(mesh.devices.flat) for other in others):
-        sampler.rehearse(setup.first_prompts)  # these devices have nothing else to do yet
+    idle = not any(set(other.devices.flat) & set(mesh.devices.flat) for other in others)
+    if idle and target_of(mesh.devices.flat).platform not in NOT_REHEARSED:
+        sampler.rehearse(setup.first_prompts)
     return sampler
 
 

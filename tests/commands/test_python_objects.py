@@ -217,6 +217,13 @@ def test_a_class_of_a_notebook_has_the_digest_of_its_methods(tmp_path: Path) -> 
     assert entry(3) == entry(3) != entry(4)
 
 
+def test_keys_of_an_environment_are_refused_where_nobody_gives_one() -> None:
+    config = Config.load(overrides={"environment.max_turns": 3})
+    with pytest.raises(UserError, match=r"no environment: set max_turns=8, or environment\.name"):
+        make_job(config)
+    assert bind(config, environment=Doors)[0].environment.max_turns == 3
+
+
 def test_an_environment_may_be_a_class_or_what_makes_one() -> None:
     doors = 5
 

@@ -37,7 +37,6 @@ BROKEN = [
     ["algorithm=sft", "teacher.model=null", "distill.entropy_aware=true", "data.teacher_key=k"],
     [*GSPO, "policy_weight=0"],
     [*GSPO, "distill.entropy_aware=true"],
-    [*GSPO, "environment.credit=turn", "environment.max_turns=3"],
     ["environment.name=guess_number", "environment.credit=turn"],
     ["optimizer.name=adafactor", "optimizer.b1=0.5", "optimizer.b2=0.5", "optimizer.eps=1"],
     ["optimizer.name=sgd", "optimizer.weight_decay=1", "optimizer.b2=0.5", "optimizer.eps=1"],

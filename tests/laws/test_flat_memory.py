@@ -52,7 +52,11 @@ class Pretender:
         text = f"completion {step}"
         completions = [Completion((step % 7, 5), ZEROS, ZEROS, "stop", text) for _ in prompts]
         return SimpleNamespace(
-            prompts=prompts, completions=completions, policy_version=self.version, decode_steps=2
+            prompts=prompts,
+            completions=completions,
+            policy_version=self.version,
+            decode_steps=2,
+            notes=(),
         )
 
     def score(self, rollout, part, parts):

@@ -57,6 +57,7 @@ BOUNDED = {
     ("runtime/ray/remote_calls.py", "super().result()"): CALLS,
     ("sampling/engine.py", "sample.reply.result()"): ENDED,
     ("teacher/cache.py", "writing.result()"): "a thread that writes one shard, then ends",
+    ("teacher/remote.py", "answer.result()"): ENDED,
     ("teacher/server.py", "lock.acquire()"): "the compilation that holds it ends",
     (
         "teacher/server.py",

@@ -178,7 +178,7 @@ def test_the_grouper_embeds_what_was_answered_and_says_what_it_is_once() -> None
     config = Config.load(None, [f"grouper.model={FOLDER}", "grouper.dtype=float32"])
     grouper = Grouper(config, make_mesh(2, 1, 1))
     texts = [*(f"<think>hm</think>{text}" for text in SENTENCES), "<think>cut off"]
-    rollout = SimpleNamespace(completions=[SimpleNamespace(text=text) for text in texts])
+    rollout = SimpleNamespace(completions=[SimpleNamespace(whole_text=text) for text in texts])
     first = grouper.score(rollout)
     (line,) = first.notes
     assert "tiny_bge has " in line and "float32" in line

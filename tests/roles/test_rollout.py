@@ -19,6 +19,7 @@ from jaxrl.models.parameters import param_shardings
 from jaxrl.plan import make_plan
 from jaxrl.process.compilations import compilations
 from jaxrl.roles.rollout import Sampler
+from jaxrl.run import launch
 from jaxrl.run.attempt import first_prompts
 from jaxrl.run.job import make_job
 from jaxrl.run.launch import devices_for, make_rollout_role
@@ -104,6 +105,8 @@ def test_what_is_sampled_first_is_rehearsed_where_the_devices_are_idle(
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(Sampler, "rehearse", lambda self, prompts: seen.append(prompts))
+    assert launch.NOT_REHEARSED == ("cpu",)
+    monkeypatch.setattr(launch, "NOT_REHEARSED", ())
     made = Config.load(QUICK[1], [*SHORT, *keys, f"run_dir={tmp_path}"])
     plan = make_plan(made, needed_roles(made), devices_for(made))
     job = make_job(plan.config)
