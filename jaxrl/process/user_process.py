@@ -251,10 +251,14 @@ def _end(answers: int, how: int | str) -> None:
 
 
 def kill_family(guard: int) -> None:
-    """Kills a guard and all processes below it, those that have left its group too."""
-    for process in family(guard):
-        with suppress(psutil.Error):
-            process.kill()
+    """Kills a guard and all processes below it, those that have left its group too, and those that
+    they start before they are dead."""
+    killed = set[psutil.Process]()
+    while found := set(family(guard)) - killed:
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        killed |= found
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(guard, signal.SIGKILL)
 

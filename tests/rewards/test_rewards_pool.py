@@ -17,6 +17,7 @@ import jaxrl
 from jaxrl.data.example import Example
 from jaxrl.data.source import open_source
 from jaxrl.errors import RunError, UserError
+from jaxrl.process import user_process
 from jaxrl.process.user_process import Call
 from jaxrl.rewards import verifiers
 from jaxrl.rewards.functions import Function, find
@@ -315,6 +316,28 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     wait_for(lambda: not any(map(alive, family)), 5)
+
+
+def test_what_a_process_starts_before_it_is_dead_is_killed_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often a family has grown since it was listed."""
+    killed = list[int]()
+
+    class Started(int):
+        def kill(self) -> None:
+            killed.append(self)
+
+    listed = iter([3, 3, 5, 6, 6])
+    monkeypatch.setattr(
+        user_process, "family", lambda guard: [Started(i) for i in range(next(listed))]
+    )
+    monkeypatch.setattr(user_process.os, "killpg", lambda guard, number: killed.append(-guard))
+    user_process.kill_family(9)
+    assert killed == [0, 1, 2, -9]
+    killed.clear()
+    user_process.kill_family(9)
+    assert sorted(killed) == [-9, *range(6)] and killed[-1] == -9
 
 
 def alive(pid: int) -> bool:
