@@ -532,11 +532,13 @@ class Job(Setup):
         if cache is None or not self.config.distill.seq_kd:
             return None
 
+        def with_text(prompt: Prompt, one: Completion) -> Completion:
+            text, opening = decode_text(tokenizer, one.tokens), opening_of(tokenizer, prompt.tokens)
+            return replace(one, text=text, opening=opening)
+
         def samples(prompts: Sequence[Prompt]) -> list[list[Completion]]:
-            groups = cache.samples(prompts, self.config.group_size)
-            return [
-                [replace(one, text=decode_text(tokenizer, one.tokens)) for one in g] for g in groups
-            ]
+            found = zip(prompts, cache.samples(prompts, self.config.group_size), strict=True)
+            return [[with_text(prompt, one) for one in group] for prompt, group in found]
 
         return samples
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import pytest
 from cases import and_slow, needs_ray
 from runs import CONSTANT, MESH, SHORT, save_model, start, weights
 from tiny_models import make_mesh, tiny_config, tiny_model
+from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config, train
 from jaxrl.algorithms.methods import on_policy
@@ -31,7 +33,7 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.models import parameters
 from jaxrl.roles.actor import Actor
 from jaxrl.run.attempt import prepare_run
-from jaxrl.run.job import longest_sequence
+from jaxrl.run.job import Job, longest_sequence
 from jaxrl.run.run_dir import Lock
 from jaxrl.score.__main__ import _parser, config_of, main
 from jaxrl.score.score_data import Scoring, open_folder, score, storage_error
@@ -550,6 +552,21 @@ def test_scores_that_do_not_fit_the_run_are_refused_before_it(
     with pytest.raises(UserError) as error:
         prepare_run(given)
     assert all(word in str(error.value) for word in ("teacher.cache=", *words)), error.value
+
+
+def test_a_stored_sample_begins_in_the_thoughts_that_its_prompt_opens() -> None:
+    """As one that is sampled: what judges it sees that they are never closed."""
+    tokenizer, nothing = tiny_tokenizer(), np.zeros(1, np.float32)
+    prompts = [Prompt(i, tuple(tokenizer.encode(x)), x) for i, x in enumerate(("1<think>\n", "1"))]
+    stored = Completion(tuple(tokenizer.encode("4")), nothing, nothing, "stop")
+    job = SimpleNamespace(
+        cache=SimpleNamespace(samples=lambda prompts, n: [[stored] * n for _ in prompts]),
+        tokenizer=tokenizer,
+        config=SimpleNamespace(distill=SimpleNamespace(seq_kd=True), group_size=2),
+    )
+    samples = Job.stored_samples.fget(job)
+    found = [[one.whole_text for one in group] for group in samples(prompts)]
+    assert found == [["<think>\n4"] * 2, ["4"] * 2]
 
 
 def test_samples_whose_keys_an_older_jaxrl_did_not_note_are_read_as_far_as_they_fit(
