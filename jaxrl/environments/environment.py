@@ -92,8 +92,8 @@ class Environment:
         return _said_by_tools(done)
 
     def close(self) -> Awaitable[None] | None:
-        """Ends the episode: gives back what the instance holds, such as a connection. May be
-        `async def`."""
+        """Ends the episode: gives back what `reset` and `step` opened, such as a connection. It is
+        called only where `reset` has returned; may be `async def`."""
         return None
 
     def _run(self, call: Call) -> str | Awaitable[str]:

@@ -167,8 +167,6 @@ def facts_of(
             ) from error
         schema["function"].pop("return", None)
         schemas.append(schema)
-    if not inspect.iscoroutinefunction(made.close):
-        made.close()
     return EnvironmentFacts(type(made).reset is not Environment.reset, schemas)
 
 
@@ -238,17 +236,21 @@ class _Instances:
     async def answer(self, call: Call, kind: str, key: Hashable, *content: Any) -> None:
         try:
             if kind == "begin":
-                (row,) = content
-                first, self._live[key] = await self._begun(call, row)
-                call.say({"result": first})
+                call.say({"result": await self._begun(call, key, *content)})
             elif kind == "step":
                 past, text = content
                 if past is not None:
-                    self._live[key] = await self._again(call, past)
+                    await self._again(call, key, past)
+                if key not in self._live:
+                    why = f"{self._source.text}: the instance of this episode could not be made"
+                    raise CodeFailed("exception", why)
                 call.say({"result": asdict(await self._stepped(call, self._live[key], text))})
             else:
                 # The episode is over: what goes wrong is printed, and no failure.
-                if live := self._live.pop(key, None):
+                live = self._live.pop(key, None)
+                if live is None:  # its instance could not be made
+                    call.begin()
+                else:
                     try:
                         await self._run(call, live.environment.close)
                     except CodeFailed as failed:
@@ -259,9 +261,9 @@ class _Instances:
             text = f"{self._source.text}: what `{method}` returned is {error}"
             raise CodeFailed("exception", text) from None
 
-    async def _again(self, call: Call, past: Session) -> _Live:
-        """Returns the instance of an episode that another process had."""
-        first, live = await self._begun(call, past.row)
+    async def _again(self, call: Call, key: Hashable, past: Session) -> None:
+        """Makes the instance of an episode that another process had."""
+        first, live = await self._begun(call, key, past.row), self._live[key]
         if past.first is not None and first != past.first:
             if past.strict:
                 raise self._differs("its prompt", past.first, first)
@@ -274,17 +276,20 @@ class _Instances:
             if past.strict:
                 raise self._differs(f"turn {number + 1}", before, now)
             live.messages[heard + 1 :] = before.messages
-        return live
 
-    async def _begun(self, call: Call, row: JsonObject) -> tuple[Prompted, _Live]:
+    async def _begun(self, call: Call, key: Hashable, row: JsonObject) -> Prompted:
+        """Makes the instance of an episode, which lives once its `reset` has returned; returns the
+        prompt."""
         environment = await self._run(call, self._kind, **self._source.arguments)
         environment.row = row
         first = await self._run(call, environment.reset, row)
+        self._live[key] = live = _Live(environment, [])
         if type(environment).reset is not Environment.reset:
             first = self._checked(first_messages, first)
         elif not isinstance(first, str):
             first = tuple(dict(message) for message in first)
-        return first, _Live(environment, _as_messages(first))
+        live.messages = _as_messages(first)
+        return first
 
     async def _stepped(self, call: Call, live: _Live, text: str) -> Observation:
         before = [dict(message) for message in live.messages]

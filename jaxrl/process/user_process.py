@@ -112,6 +112,13 @@ class Call:
         self._begun, self._awaits = self._begun + 1, False
         self.say({"begin": self._begun})
 
+    def fail(self, kind: Trouble, text: str) -> None:
+        """Reports that there is no answer, also where the user's code was never called: another
+        call is not to blame for it."""
+        if not self._begun:
+            self.begin()
+        self.say({"failure": [kind, short(text, LONGEST_REASON)]})
+
     async def run(
         self, function: Callable[..., object], /, *args: object, **columns: object
     ) -> Any:
@@ -317,7 +324,9 @@ def _answer_calls(
         except UserError as error:
             call.say({"refused": short(str(error), LONGEST_REASON)})
         except CodeFailed as failed:
-            call.say({"failure": [failed.kind, short(str(failed), LONGEST_REASON)]})
+            call.fail(failed.kind, str(failed))
+        except Exception as error:  # such as of an attribute that the user's class computes
+            call.fail("exception", traceback_of_user(error))
 
     def receive() -> None:
         try:

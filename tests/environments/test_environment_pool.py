@@ -102,6 +102,64 @@ def test_trouble_costs_its_own_episode(
     assert lines(echo, episodes, "c") == ["a b c"] * 7
 
 
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnvironmentPool, Path]]:
+    folder = tmp_path_factory.mktemp("stages")
+    source = find(f"{HERE}:Stages", {"folder": str(folder)})
+    with EnvironmentPool(source, workers=1, timeout=TIMEOUT, startup=60) as pool:
+        pool.facts()
+        yield pool, folder
+
+
+@pytest.mark.parametrize("stage", ["__init__", "reset", "step", "close"])
+@pytest.mark.parametrize(
+    ("deed", "reason", "lost"),
+    [("raise", "KeyError", 0), ("exit", "exit code 3", 1), ("hang", "no answer after 1.5 s", 1)],
+)
+def test_an_episode_that_goes_wrong_at_any_stage_ends_itself_only(
+    stages: tuple[EnvironmentPool, Path], stage: str, deed: str, reason: str, lost: int
+) -> None:
+    """In one process: each episode ends well or fails with a reason, and `close` is called once on
+    each instance that began, where its process was not lost, and on no other."""
+    pool, folder = stages
+    while not pool.processes:  # the one that takes the place of a lost one makes an instance too
+        time.sleep(0.02)
+    (folder / "log").write_text("")
+    if stage == "__init__":
+        (folder / stage).write_text(deed)
+    bad, before = session(**({} if stage == "__init__" else {stage: deed})), pool.lost
+
+    async def whole(episode: Session) -> list[Observation | Failure]:
+        answers: list[Observation | Failure] = []
+        for text in "abc":
+            answers.append(await pool.step(episode, text))
+            if isinstance(answers[-1], Failure):
+                if not lost:  # nobody should ask again
+                    answers.append(await pool.step(episode, text))
+                break
+        await pool.end(episode)
+        return answers
+
+    played = [pool.submit(whole(e)) for e in (session(), bad, session(reset="wait"), session())]
+    results = [future.result(30) for future in played]
+    failed = [answers for answers in results if isinstance(answers[0], Failure)]
+    good = [answers for answers in results if answers not in failed]
+    assert [[words(answer) for answer in answers] for answers in good] == [
+        ["a", "a b", "a b c"]
+    ] * len(good)
+    assert len(failed) == (stage != "close")
+    for first, *_ in failed:
+        assert isinstance(first, Failure) and reason in first.text
+    if stage in ("reset", "step"):
+        assert failed == [results[1]]
+    assert pool.lost - before == lost
+    noted = [line.split(maxsplit=1) for line in (folder / "log").read_text().splitlines()]
+    begun, closed = ([name for what, name in noted if what == w] for w in ("begun", "closed"))
+    assert set(closed) <= set(begun)
+    if not lost:
+        assert sorted(closed) == sorted(begun)
+
+
 def test_an_environment_may_run_a_loop_of_its_own(echo: EnvironmentPool) -> None:
     assert lines(echo, [session() for _ in range(3)], "run") == ["run"] * 3
 

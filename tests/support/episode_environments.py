@@ -27,6 +27,44 @@ class Echo(Environment):
         return {"messages": " ".join(self.heard), "reward": 0.5 if text == "half" else None}
 
 
+class Stages(Environment):
+    """Gets into trouble in the method that its row, or for `__init__` a file, names; writes down
+    the instances whose `reset` has returned, and those that are closed."""
+
+    def __init__(self, folder):
+        self.folder, self.heard = Path(folder), []
+        with contextlib.suppress(FileNotFoundError):  # for the first one that comes
+            os.rename(self.folder / "__init__", self.folder / "taken")
+            self._trouble("__init__", (self.folder / "taken").read_text())
+
+    def reset(self, row):
+        self._trouble("reset", row.get("reset"))
+        self.log = self.folder / "log"
+        self._note("begun")
+        return row["prompt"]
+
+    def step(self, text, messages):
+        self._trouble("step", self.row.get("step"))
+        self.heard.append(text)
+        return Answer(" ".join(self.heard), reward=1.0)
+
+    def close(self):
+        self._note("closed")
+        self._trouble("close", self.row.get("close"))
+
+    def _note(self, what):
+        with open(self.log, "a") as file:
+            file.write(f"{what} {id(self)} {os.getpid()}\n")
+
+    def _trouble(self, stage, what):
+        if what == "wait":
+            time.sleep(0.3)
+        elif what == "hang":
+            time.sleep(100)
+        elif what:
+            trouble(what, stage)
+
+
 class Doors(Environment):
     """Says how many doors there are before each prompt, and ends."""
 
