@@ -11,7 +11,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
+
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
 from jaxrl.errors import UserError
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
@@ -25,6 +27,8 @@ FORMAT = 1
 PARTIAL = ".{}.partial"
 """Name of a file that `put_file` has not finished, by the name that it will have."""
 _READ = 1 << 24
+_MOST_MANIFEST = 1 << 26
+"""Bytes of a manifest that is read; those of the largest models have a megabyte."""
 _STEP = re.compile("0|[1-9][0-9]{0,17}")
 T = TypeVar("T")
 _FOLDERS = re.compile(rf"{ACTOR}(\.orbax-checkpoint-tmp.*)?|{MODEL}|\..*")
@@ -34,13 +38,14 @@ _FILES = re.compile(rf"{CONFIG}|rollout_\d+\.npz|{MANIFEST}|\..*")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says."""
+    """What `manifest.json` says, beside a checksum of it all (`_checksum_of`)."""
 
-    step: int
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    step: NonNegativeInt
     """Batches trained."""
-    optimizer_step: int
+    optimizer_step: NonNegativeInt
     """Optimizer updates."""
-    in_flight: tuple[int, ...]
+    in_flight: tuple[NonNegativeInt, ...]
     """Batches generated but not yet trained on; each has a file."""
     schedule: JsonObject
     """Its name, batches generated, batches trained; what is scored is scored again."""
@@ -53,7 +58,7 @@ class Manifest:
     """Of the libraries that wrote it."""
     depends: dict[str, str] = field(default_factory=dict)
     """What the run depends on -> its digest (`run.job.dependencies`)."""
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    files: dict[str, tuple[NonNegativeInt, NonNegativeInt]] = field(default_factory=dict)
     """Path in the folder -> (bytes, CRC-32)."""
     format: int = FORMAT
 
@@ -87,25 +92,68 @@ def rollout_file(index: int) -> str:
     return f"rollout_{index}.npz"
 
 
+_MANIFEST = TypeAdapter(Manifest)
+
+
 def read(path: Path) -> Checkpoint:
     """Reads the checkpoint in the folder `path`, without looking at its files yet. Raises
     Damaged."""
+    file = path / MANIFEST
     try:
-        raw = parse_json(read_file(path / MANIFEST))
+        if file.stat().st_size > _MOST_MANIFEST:
+            raise Damaged(f"{file} has more than {_MOST_MANIFEST} bytes")
+        raw = parse_json(read_file(file))
         if raw["format"] != FORMAT:
             raise Damaged(f"{path}: written by another jaxrl (format {raw['format']})")
-        raw["files"] = {name: (size, crc) for name, (size, crc) in raw["files"].items()}
-        raw["in_flight"] = tuple(raw["in_flight"])
-        return Checkpoint(path, Manifest(**raw))
+        written = raw.pop("checksum", None)  # an older jaxrl wrote none
+        if written is not None and written != _checksum_of(raw):
+            raise Damaged(f"{file} differs from what was written (another checksum)")
+        manifest = _MANIFEST.validate_json(json.dumps(raw))
     except OSError as error:
-        raise _unread(path / MANIFEST, error) from error
+        raise _unread(file, error) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise Damaged(f"{file} cannot be understood: {key}: {first['msg']}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{path / MANIFEST} cannot be understood: {error}") from error
+        raise Damaged(f"{file} cannot be understood: {error}") from error
+    if problem := _contradiction(path, manifest):
+        raise Damaged(f"{file} cannot be right: {problem}")
+    return Checkpoint(path, manifest)
 
 
-def verify(checkpoint: Checkpoint) -> None:
-    """Raises Damaged for the first file that is missing, cut or changed."""
+def _checksum_of(manifest: JsonObject) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _contradiction(path: Path, manifest: Manifest) -> str | None:
+    """Returns what a manifest says that its folder, or another of its fields, denies."""
+    if (
+        path.parent.name == FOLDER
+        and _STEP.fullmatch(path.name)
+        and path.name != str(manifest.step)
+    ):
+        return f"it is of step {manifest.step}, in folder {path.name}"
+    if not isinstance(manifest.data.get("fingerprint"), str):
+        return f"data.fingerprint is {manifest.data.get('fingerprint')!r}"
+    for index in manifest.in_flight:
+        if index < manifest.step or manifest.in_flight.count(index) > 1:
+            return f"batch {index} is in flight at step {manifest.step}"
+        if manifest.files and rollout_file(index) not in manifest.files:
+            return f"batch {index} is in flight, and there is no {rollout_file(index)}"
+    outside = [name for name in manifest.files if name.startswith("/") or ".." in Path(name).parts]
+    return f"{outside[0]} is no file of the folder" if outside else None
+
+
+def verify(checkpoint: Checkpoint, only: str | None = None) -> None:
+    """Raises Damaged for the first file that is missing, cut or changed.
+
+    Args:
+        only: the file to look at; None: all.
+    """
     for name, (size, crc) in checkpoint.manifest.files.items():
+        if only not in (None, name):
+            continue
         file = checkpoint.path / name
         try:
             found = file.stat().st_size
@@ -259,7 +307,8 @@ def judge(path: Path, accuracy: float | None) -> None:
 
 
 def _write(path: Path, manifest: Manifest) -> None:
-    text = json.dumps(asdict(manifest), indent=1)
+    raw = json.loads(json.dumps(asdict(manifest)))
+    text = json.dumps(raw | {"checksum": _checksum_of(raw)}, indent=1)
     put_file(path / MANIFEST, lambda file: file.write_text(text, encoding="utf-8"))
 
 

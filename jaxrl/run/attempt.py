@@ -71,7 +71,7 @@ from jaxrl.telemetry.metrics import (
 )
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, check_trackers, open_trackers
-from jaxrl.types import Prompt, Row
+from jaxrl.types import Prompt, Rollout, Row
 
 JUDGES = ("data.eval", "reward.", "grouper.")
 """Begin the names of what a run depends on that has no part in what a batch of completions is: it
@@ -221,6 +221,7 @@ def _attempt(run: Run) -> None:
     restore = None if folder.checkpoint is None else folder.checkpoint.path
     setup = job.for_workers(plan.axes, path, restore, first_prompts(job, folder.step))
     packing = setup.packing(plan.inputs.target)
+    generated = _generated_ahead(run, packing)  # before anything of the folder is replaced
     worker_group = start_roles(setup, plan, notify)
     with ExitStack() as stack:
         stack.callback(worker_group.stop)
@@ -305,7 +306,7 @@ def _attempt(run: Run) -> None:
         around = profile.around if profile.steps else None
         loop = Loop(sources, calls, reporter, checkpoints, around)
         with run.interrupt.patient():
-            trained = loop.run(_resumed(run, packing, metrics.last))
+            trained = loop.run(_resumed(run, generated, metrics.last))
             profile.close()
             checkpoints.close(config.deadlines.checkpoint)
             reporter.checkpoint()
@@ -380,12 +381,11 @@ def _scorer_metrics(job: Job, plan: Plan) -> dict[str, ScorerMetrics]:
     return metrics
 
 
-def _resumed(run: Run, packing: Mapping[str, int], last_row: Row | None) -> Resumed | None:
-    """Returns where the loop resumes, or None at the beginning of a run."""
-    checkpoint, job, step = run.folder.checkpoint, run.job, run.folder.step
+def _generated_ahead(run: Run, packing: Mapping[str, int]) -> dict[int, Rollout]:
+    """Returns the batches that the checkpoint has, of those to train next."""
+    checkpoint, job = run.folder.checkpoint, run.job
     if checkpoint is None:
-        return None
-    rollouts = {}
+        return {}
     in_flight = [index for index in checkpoint.manifest.in_flight if index < job.config.steps]
     changed = changes(checkpoint.manifest.digests, dict(run.folder.depends))
     made_of = [name for name in changed if not name.startswith(JUDGES)]
@@ -394,13 +394,22 @@ def _resumed(run: Run, packing: Mapping[str, int], last_row: Row | None) -> Resu
             f"what the checkpoint had generated ahead (batches {', '.join(map(str, in_flight))}) is"
             f" generated again: it was made with what {' and '.join(made_of)} named before"
         )
-    else:
-        for index in in_flight:
-            prompts = job.train.batch(index)
-            if holds_samples(job.config, index):
-                prompts = [prompt.to_sample for prompt in prompts]
-            path = checkpoint.path / store.rollout_file(index)
-            rollouts[index] = load_rollout(path, prompts, packing)
+        return {}
+    rollouts = {}
+    for index in in_flight:
+        prompts = job.train.batch(index)
+        if holds_samples(job.config, index):
+            prompts = [prompt.to_sample for prompt in prompts]
+        path = checkpoint.path / store.rollout_file(index)
+        rollouts[index] = load_rollout(path, prompts, packing)
+    return rollouts
+
+
+def _resumed(run: Run, rollouts: Mapping[int, Rollout], last_row: Row | None) -> Resumed | None:
+    """Returns where the loop resumes, or None at the beginning of a run."""
+    job, step = run.job, run.folder.step
+    if run.folder.checkpoint is None:
+        return None
     due = bool(job.held_out) and evaluates(job.config, step)
     # A disk that took the checkpoint and not the row has left nothing to complete.
     row = last_row or {}

@@ -383,6 +383,7 @@ def _written_config(path: Path) -> JsonObject | None:
     # The newest checkpoint's says what was trained; the folder's own may be of an attempt since.
     for folder in store.folders(path):
         with suppress(UserError):  # damaged, as `store.newest` will find
+            store.verify(store.read(folder), only=store.CONFIG)
             return yaml_text.read_mapping(folder / store.CONFIG)
     written = path / CONFIG_FILE
     return yaml_text.read_mapping(written) if written.is_file() else None

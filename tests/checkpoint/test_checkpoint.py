@@ -280,6 +280,59 @@ def test_a_damaged_newest_is_told_and_the_one_before_used(tmp_path, damage, told
     assert not (tmp_path / store.FOLDER / "4.damaged").exists()
 
 
+WRONG = [None, True, -1, 4.0, "4", [], {}, [4], {"4": 4}, float("nan")]
+FITS = {
+    "accuracy": [None, -1, 4.0],
+    "schedule": [{}, {"4": 4}],
+    "in_flight": [[], [4]],
+    "versions": [{}],
+    "depends": [{}],
+    "files": [{}],
+}
+"""Of these, what has the kind that a key asks for; a batch in flight needs its file."""
+
+
+def test_no_damage_of_a_manifest_is_believed(tmp_path):
+    """Every bit, every cut, and every value of a wrong kind, also where an older jaxrl wrote no
+    checksum."""
+    make(tmp_path, 3)
+    path = make(tmp_path, 4).path
+    file = path / store.MANIFEST
+    whole = file.read_bytes()
+    same = store.read(path)
+
+    def check(text):
+        file.write_bytes(text)
+        try:
+            assert store.read(path) == same, text  # such as white space
+        except Damaged:
+            return
+        assert json.loads(text) == json.loads(whole), text
+
+    for at in range(len(whole)):
+        check(whole[:at])
+        check(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+    unsigned = json.loads(whole)
+    del unsigned["checksum"]
+    for key in unsigned:
+        for value in WRONG:
+            if any(value == one and type(value) is type(one) for one in FITS.get(key, ())):
+                continue
+            file.write_text(json.dumps(unsigned | {key: value}))
+            with pytest.raises(Damaged):
+                store.read(path)
+    for change in ({"in_flight": [4]}, {"in_flight": [3]}, {"step": 5}, {"data": {}}, {"more": 1}):
+        file.write_text(json.dumps(unsigned | change))
+        with pytest.raises(Damaged):
+            store.read(path)
+    for text in (b"", b"[]", b"4", b"null", b"[" * 10**5, whole + whole, b"\xff" * 9):
+        file.write_bytes(text)
+        with pytest.raises(Damaged):
+            store.read(path)
+    lines = []
+    assert store.newest(tmp_path, lines.append).step == 3 and "checkpoint 4" in lines[0]
+
+
 def test_when_all_are_damaged_nothing_begins_anew(tmp_path):
     damage_cut(make(tmp_path, 3).path)
     with pytest.raises(UserError, match="none of its 1 checkpoints can be used"):
