@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from compiled_runs import Compiling, compiling, config
 
 from jaxrl.aot.hlo import ARRAY, OPERAND, Instruction, computations
-from jaxrl.aot.programs import local_bytes
 from jaxrl.aot.suggest import LAUNCH_S
+from jaxrl.roles.declared import local_bytes
 from jaxrl.sampling.sampler import BLOCK
 from jaxrl.sharding.targets import GPUS
 

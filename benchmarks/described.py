@@ -1,6 +1,6 @@
 """Runs of models that are given by their numbers alone, and their programs on the devices here.
 
-A program is what `jaxrl.aot.programs` says that a run calls: compiled from abstract arguments, as
+A program is one that a role declares (`jaxrl.roles.declared`): compiled from abstract arguments, as
 for a machine that is not here, and then called with arrays in their place.
 """
 
@@ -20,15 +20,16 @@ import numpy as np
 
 from jaxrl.aot.compile_report import compile_program
 from jaxrl.aot.hlo import Graphs, read
-from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import default_dtype, target_of
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.accounts import role_accounts
 from jaxrl.plan.advice import with_choices, with_loss_chunk
+from jaxrl.plan.declarations import RunPrograms
 from jaxrl.plan.plan_inputs import Account, PlanInputs, Setting
-from jaxrl.roles.rollout import sampling_params
+from jaxrl.roles.declared import Program
+from jaxrl.roles.sampling_programs import sampling_params
 from jaxrl.sampling import decode
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sharding.axes import row_shards
@@ -161,8 +162,8 @@ def describe(
         ROLES,
         MODELS[size.student],
         MODELS[size.teacher],
-        (limits,) * len(placement.pools),
         target,
+        limits=(limits,) * len(placement.pools),
     )
     config = with_loss_chunk(with_choices(config, inputs)[0], inputs)
     setting = Setting(config, inputs)

@@ -37,7 +37,6 @@ from described import (
 )
 
 import jaxrl
-from jaxrl.aot.programs import Program
 from jaxrl.aot.suggest import launch_seconds, part_seconds, stage_costs
 from jaxrl.formats.hf import write_folder
 from jaxrl.formats.weights import tensor_shapes
@@ -45,6 +44,7 @@ from jaxrl.models import split_k
 from jaxrl.models.config import DecoderConfig
 from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE
 from jaxrl.profile.work import Work, decode_work, divergence_work, forward_work
+from jaxrl.roles.declared import Program
 from jaxrl.sampling.decode import GRAPHED, launch_with
 from jaxrl.sharding.ledger import HOST
 from jaxrl.sharding.reshard import checksums, nbytes, reshard

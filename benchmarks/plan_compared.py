@@ -74,7 +74,7 @@ class Case:
         """Bytes that the role holds on a device while the program runs, by the plan alone."""
         for plan, program in programs(self.run(tmp), self.target, self.program):
             if program.role == self.role:
-                size = program.planned(plan.accounts[self.role])
+                size = plan.accounts[self.role].planned(program)
                 assert size is not None
                 return size
         raise KeyError(f"no run of {self.keys} has a program {self.role} {self.program}")

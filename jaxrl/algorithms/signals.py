@@ -109,6 +109,29 @@ class Projection:
         return EntropyAware(threshold=d.entropy_threshold, top_k=d.entropy_top_k)
 
 
+def signal_tensors(
+    distill: DistillConfig, dtype: str, width: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Lists the tensors of a signal: name -> dtype, and the shape for each token.
+
+    Args:
+        dtype, width: of hidden states.
+    """
+    if distill.signal == "hidden":
+        return {"hidden": (dtype, (width,))}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {"token_logprobs": ("float32", ())}
+    if distill.signal != "sampled":
+        tensors = _best("topk_ids", "topk_logprobs", "tail_logprob", distill.top_k)
+    if distill.entropy_aware:
+        tensors |= _best("best_ids", "best_logprobs", "best_tail", distill.entropy_top_k)
+        tensors["entropy"] = ("float32", ())
+    return tensors
+
+
+def _best(ids: str, logprobs: str, tail: str, k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {ids: ("int32", (k,)), logprobs: ("float32", (k,)), tail: ("float32", ())}
+
+
 def completion_hidden(
     model: DecoderConfig,
     params: Params,

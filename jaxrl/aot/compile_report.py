@@ -22,7 +22,6 @@ import jax
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.aot.hlo import Collective, Graphs, read, read_thunks, read_total
 from jaxrl.aot.machine import machine, prepare
-from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.aot.subprocess_compile import Died, apart
 from jaxrl.aot.suggest import (
     SHOWN,
@@ -39,9 +38,11 @@ from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
 from jaxrl.plan import target_plan
 from jaxrl.plan.advice import Change
+from jaxrl.plan.declarations import RunPrograms
 from jaxrl.plan.plan_inputs import GB
 from jaxrl.plan.table import MB, Plan
 from jaxrl.process.streams import silenced, table_lines
+from jaxrl.roles.declared import Program
 from jaxrl.run.names import with_commits
 from jaxrl.sampling.decode import NO_MERGING
 from jaxrl.sharding.targets import TargetMachine
@@ -350,7 +351,7 @@ def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iter
         mine = (program for program in programs if (program.name not in LONGEST) == turn)
         for program in islice(mine, done, None):
             role, devices = program.role, where[program.role].devices
-            moment = f"{role}: {(*(program.phases or ()), program.name)[0]}"
+            moment = f"{role}: {(*(program.stages or ()), program.name)[0]}"
             others = sum(
                 entry.bytes
                 for other, account in plan.accounts.items()
@@ -358,7 +359,7 @@ def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iter
                 for entry in account.entries
                 if entry.phase is None and entry.there(moment)
             )
-            planned = program.planned(plan.accounts[role])
+            planned = plan.accounts[role].planned(program)
             row = Checked(role, program.name, len(devices), planned, program.calls)
             row = replace(row, otherwise=program.otherwise, others=others)
             yield row

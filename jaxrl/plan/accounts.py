@@ -36,7 +36,10 @@ from jaxrl.plan.array_bytes import (
     trained_shards,
     weight_bytes,
 )
-from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak, Setting, asked, generates
+from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak, Setting
+from jaxrl.roles.actor import STEP, TO_TEACHER, UPDATE
+from jaxrl.roles.reward import TEMPLATE_TOKENS
+from jaxrl.roles.run_shapes import asked, generates
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 from jaxrl.sharding.targets import ridge
@@ -60,14 +63,10 @@ LANES = 128
 """Columns to which a TPU pads the rows of an array."""
 SAFETY = 1.1
 """Factor on what exists in one phase only: the estimate is to err on the safe side."""
-TEMPLATE_TOKENS = 128
-"""Tokens reserved for the reward model's chat template, and for its tokenizer needing more
-tokens."""
-UPDATE, STEP = "update", "optimizer step"
 SHARED = "parameters, the rollout's too"
 BASE = "frozen base weights"
 SAVED = "saved for the backward pass"
-TO_TEACHER, AVERAGE = "publish to the teacher", "moving average"
+AVERAGE = "moving average"
 UPDATES = {f"actor: {UPDATE}", f"actor: {STEP}"}
 PUBLISH = {"actor: publish", f"actor: {TO_TEACHER}"}
 

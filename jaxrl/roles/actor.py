@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxrl.algorithms.methods import method_of
@@ -24,9 +25,10 @@ from jaxrl.formats.hf import save_hf
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.losses.token_spans import span_baseline
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.lora import join
+from jaxrl.models.lora import frozen_and_trained, join
 from jaxrl.models.packing import held_tokens, room_of, row_devices
-from jaxrl.models.parameters import Layout, Params
+from jaxrl.models.parameters import Layout, Params, head_sharding
+from jaxrl.roles.declared import Program, local_bytes
 from jaxrl.roles.microbatch import (
     cut_minibatches,
     padded_count,
@@ -36,11 +38,26 @@ from jaxrl.roles.microbatch import (
     unit_rows,
 )
 from jaxrl.roles.optimizer import learning_rate
-from jaxrl.roles.update import BASE, PLANNED, ActorPrograms, TrainState
+from jaxrl.roles.run_shapes import RunArrays
+from jaxrl.roles.update import (
+    BASE,
+    PLANNED,
+    ActorPrograms,
+    TrainState,
+    first_rows_program,
+)
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import attribute, buffer, current
 from jaxrl.sharding.mesh import is_primary
-from jaxrl.sharding.reshard import checksums, nbytes, put, reshard, to_host
+from jaxrl.sharding.reshard import (
+    Rows,
+    checksums,
+    nbytes,
+    piece_programs,
+    put,
+    reshard,
+    to_host,
+)
 from jaxrl.types import (
     AlignedSignal,
     Array,
@@ -58,6 +75,8 @@ SENT = "weights on their way"
 """Name of published weights in the ledger, from `publish` to the receiver's `load`."""
 SENT_TO_TEACHER = "weights on their way to the teacher"
 """The same for `publish_to_teacher`."""
+UPDATE, STEP, TO_TEACHER = "update", "optimizer step", "publish to the teacher"
+"""Stages of the plan."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +138,7 @@ class Actor:
         rate = learning_rate(o, config.steps * config.updates_per_batch)
         constant = o.lr_schedule == "constant" and not o.warmup_steps
         self._rate = rate if constant else jax.jit(rate)  # one program, not one an operation
-        loss = method.make_loss(config, model, mesh, vocab_size)
-        self.programs = programs = ActorPrograms(config, model, mesh, loss)
+        self.programs = programs = make_programs(config, model, mesh, vocab_size)
         if restore is None:
             with phase("load"):
                 params = load(jnp.dtype(c.param_dtype))
@@ -435,3 +453,155 @@ class Actor:
                 f" (actor.max_nonfinite); the last batch is in {path}."
                 " A lower optimizer.learning_rate or actor.dtype=float32 may help."
             )
+
+
+def make_programs(
+    config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int
+) -> ActorPrograms:
+    """Returns the programs of an actor, whose loss is that of the config's algorithm.
+
+    Args:
+        vocab_size: tokens that the policy shares with the teachers.
+    """
+    loss = method_of(config).make_loss(config, model, mesh, vocab_size)
+    return ActorPrograms(config, model, mesh, loss)
+
+
+def actor_programs(run: RunArrays) -> Iterator[Program]:
+    """Yields the update, the log-probs before it, and the weights for the rollout."""
+    c, m, mesh, role = run.config, run.shapes, run.meshes["actor"], "actor"
+    programs = make_programs(c, run.student, mesh, m.vocab)
+    n = m.padded_rows
+    sequences = run.sequences(role, n)
+    if c.policy.router_replay:
+        experts = run.student.experts
+        assert experts is not None, "`PlanInputs.axes` refuses it"
+        each = *sequences.tokens.shape, run.student.n_layers, experts.chosen
+        sequences = replace(sequences, experts=run.array(role, experts.id_dtype, *each))
+    number, per_row = run.array(role, jnp.float32, n, m.new_tokens), (role, jnp.float32, n)
+    signal, dtype = None, c.teacher.compute_dtype
+    frozen: dict[str, Any] = {}
+    if m.signal is not None:
+        signal = run.signal(role, n)
+        if m.signal == "hidden":
+            heads = [_head(m.teacher_rows, width, dtype, mesh) for width in m.teacher_widths]
+            frozen["teacher_head"] = tuple(heads) if c.teachers else heads[0]
+            cap = run.array(role, jnp.float32, whole=True)
+            caps = tuple(model.final_softcap and cap for model in m.inputs.teachers)
+            if any(cap is not None for cap in caps):
+                frozen["teacher_softcap"] = caps if c.teachers else caps[0]
+        if m.aligned:
+            frozen["outcomes"] = run.outcomes(role)
+    rewarded, taught = c.learns_from_rewards, signal is not None and bool(c.teachers)
+    by_turn = c.environment.name is not None and c.environment.credit == "turn"
+    batch = TrainBatch(
+        sequences,
+        signal,
+        number,
+        advantages=(number if by_turn else run.array(*per_row)) if rewarded else None,
+        ref_logprobs=number if rewarded and c.policy.kl_coef > 0 else None,
+        old_logprobs=number if rewarded and c.updates_per_batch > 1 else None,
+        in_policy=run.array(role, bool, n) if rewarded else None,
+        teacher_weights=run.array(*per_row, m.new_tokens, len(c.teachers)) if taught else None,
+    )
+    group = m.shared_group
+    units = n // group
+    chosen, lengths = np.arange(units // c.minibatches), np.full(units, m.width)
+    index = programs.micro_batches(chosen, lengths, sequences, group, len(chosen))
+    place = run.array(role, index.dtype, *index.shape, whole=True)
+    state, base = programs.abstract_state(), programs.abstract_base()
+    if base:
+        frozen[BASE] = base
+    own = local_bytes((state, frozen))
+
+    def one(name: str, jitted: Any, *given: Any, **more: Any) -> Program:
+        return Program(role, name, jitted, given, beside=own - local_bytes(given), **more)
+
+    def at_start(name: str, jitted: Any, argument: Any) -> Program:
+        return Program(role, name, jitted, (argument,), calls=0, otherwise="start")
+
+    yield at_start("optimizer state", programs.start, state.params)
+    if state.ema is not None:
+        yield at_start("moving average", programs.initial_ema, state.params)
+    if m.signal == "hidden" and c.teacher_follows:
+        # Before the first update of a batch.
+        yield one("copy of the head", programs.copy_head, state.ema or state.params)
+    elif m.signal == "hidden" and not m.aligned:
+        for model in {model.vocab_size: model for _, model in run.teachers}.values():
+            if model.vocab_size != m.vocab:
+                jitted = first_rows_program(m.vocab, model.d_model, mesh)
+                whole = _head(model.vocab_size, model.d_model, dtype, mesh)
+                yield at_start("rows of the head", jitted, whole)
+    if signal is not None and "teacher" in run.meshes:  # a batch's signal comes from there
+        parts, sent = c.teacher.num_microbatches, []
+        size = run.scored("teacher", parts)[0]
+        part = replace(signal, baseline=None) if isinstance(signal, AlignedSignal) else signal
+        for leaf in jax.tree.leaves(part):
+            counts = [min(size, len(leaf) - start) for start in range(0, len(leaf), size)]
+            pieces = [run.array("teacher", leaf.dtype, k, *leaf.shape[1:]) for k in counts]
+            sent.append(Rows(tuple(pieces)) if len(pieces) > 1 else pieces[0])
+        held = sum(run.teacher_bytes.values()), own
+        rows = [number.sharding] * len(sent)
+        yield from _moves(run, "signal", ("teacher", role), sent, rows, held)
+    if isinstance(signal, AlignedSignal):
+        sampled, mask = (
+            run.array(role, dtype, *signal.kinds.shape) for dtype in (jnp.float32, bool)
+        )
+        yield one("baseline", span_baseline, signal.kinds, signal.span_logprobs, sampled, mask)
+    planned = run.array(role, jnp.int32, whole=True)
+    given: Any = state, frozen | {PLANNED: planned}, batch, place, group
+    calls = c.actor.epochs_per_batch * c.minibatches
+    yield Program(role, "update", programs.update, given, (UPDATE, STEP), calls=calls)
+    if batch.old_logprobs is not None:
+        given = join(base, state.params), TrainBatch(sequences), place, group
+        beside = local_bytes((state.opt_state, state.ema, frozen, batch))
+        beside -= local_bytes((sequences, base))
+        yield Program(role, "log-probs before", programs.old, given, beside=beside)
+
+    # The weights for other roles: conversion and transfer.
+    receivers = [("rollout", "publish", "convert", state.params)]
+    if c.teacher_follows:
+        average = state.ema or state.params
+        receivers.append(("teacher", TO_TEACHER, "convert for the teacher", average))
+    for receiver, stage, name, params in receivers:
+        to, layout = jnp.dtype(c.roles[receiver].compute_dtype), m.layout(receiver)
+        if differs := programs.differing(params, to, layout):
+            yield one(name, programs.convert, differs, to, layout, stages=(stage,))
+        here, there = (
+            jax.tree.leaves(frozen_and_trained(run.params(at, run.student, to, layout))[1])
+            for at in (role, receiver)
+        )
+        shardings = [leaf.sharding for leaf in there]
+        yield from _moves(run, "weights", (role, receiver), here, shardings, (own, 0))
+
+
+def _head(rows: int, width: int, dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    shape = (rows, width)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=head_sharding(shape, mesh))
+
+
+def _moves(
+    run: RunArrays,
+    name: str,
+    roles: tuple[str, str],
+    xs: Sequence[Any],
+    targets: Sequence[NamedSharding],
+    held: tuple[int, int],
+) -> Iterator[Program]:
+    """Yields the programs by which arrays go from a role to another of the same process; of several
+    that cut, or join, the one with the largest pieces.
+
+    Args:
+        held: bytes on a device of each of the roles beside these arrays.
+    """
+    if not run.shapes.inputs.together(*roles):
+        devices = [d for role in roles for d in run.meshes[role].devices.flat]
+        if run.config.launcher == "ray" or len({d.process_index for d in devices}) > 1:
+            return  # what one sends goes through the host
+    calls = piece_programs(xs, targets)
+    for verb, role, beside in zip(("cut", "join"), roles, held, strict=True):
+        mine = [call for call in calls if call[0].__name__ == verb]
+        if mine:
+            jitted, pieces = max(mine, key=lambda call: local_bytes(call[1]))
+            given, calls_a_step = (pieces,), len(mine)
+            yield Program(role, f"{name}: {verb}", jitted, given, beside=beside, calls=calls_a_step)

@@ -4,7 +4,7 @@ it, so that similar ones can be put together."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
 from jaxrl.models.bert import EncoderConfig, read_encoder
 from jaxrl.models.parameters import Params
 from jaxrl.rewards.verifiers import after_thoughts
+from jaxrl.roles.declared import Program, placed
+from jaxrl.roles.run_shapes import RunArrays
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.types import Embedded, Rollout
@@ -146,3 +148,14 @@ def encode_batch(
     if mesh is None:
         return vectors
     return jax.lax.with_sharding_constraint(vectors, NamedSharding(mesh, PartitionSpec()))
+
+
+def grouper_programs(run: RunArrays) -> Iterator[Program]:
+    """Yields the encoder of similarity groups on a full batch of the longest texts."""
+    c, model, role = run.config.grouper, run.shapes.inputs.grouper, "grouper"
+    if model is not None:
+        mesh, dtype = run.meshes[role], jnp.dtype(c.compute_dtype)
+        shapes = {path: jax.ShapeDtypeStruct(s, dtype) for path, s in bert.shapes(model).items()}
+        params = placed(bert.tree(shapes), bert.param_shardings(model, mesh))
+        batch = run.text_batch(role, min(run.shapes.new_tokens, model.max_tokens), c.batch_tokens)
+        yield Program(role, "embed", encode_batch, (model, mesh, params, *batch))

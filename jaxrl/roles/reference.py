@@ -3,6 +3,8 @@ log-probs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -14,7 +16,9 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import row_devices
 from jaxrl.models.parameters import Params
 from jaxrl.process.json_types import Keywords
+from jaxrl.roles.declared import Program
 from jaxrl.roles.microbatch import scored_part
+from jaxrl.roles.run_shapes import RunArrays
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import attribute, current
@@ -67,3 +71,13 @@ def reference_program(model: DecoderConfig, mesh: Mesh, temperature: float, chun
         return completion_logprobs(model, params, sequences, mesh, **options)
 
     return jax.jit(reference_logprobs, out_shardings=everywhere)
+
+
+def reference_programs(run: RunArrays) -> Iterator[Program]:
+    """Yields the log-probs of a part of the batch."""
+    c, model, role = run.config, run.shapes.reference, "reference"
+    temperature, chunk = c.sampling.temperature, c.distill.loss_chunk
+    jitted = reference_program(model, run.meshes[role], temperature, chunk)
+    rows = run.scored(role, c.reference.num_microbatches)
+    given = (run.params(role, model), run.sequences(role, *rows))
+    yield Program(role, "score", jitted, given, calls=c.reference.num_microbatches)

@@ -9,7 +9,7 @@ may share an id.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,12 +44,17 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import Params
 from jaxrl.process.json_types import JsonObject
 from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport
+from jaxrl.roles.declared import Program
+from jaxrl.roles.run_shapes import RunArrays
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.reshard import put
 from jaxrl.types import Completion, Prompt, Rollout
 
 HEAD = "score.weight"
+TEMPLATE_TOKENS = 128
+"""Tokens reserved for the reward model's chat template, and for its tokenizer needing more
+tokens."""
 
 
 @dataclass(frozen=True)
@@ -341,3 +346,14 @@ def before_last_turn(prompt: Prompt, completion: Completion) -> str | Sequence[M
         return prompt.text + "".join(turn.text for turn in turns)
     roles = {"assistant": "assistant", "environment": "user"}
     return [*chat, *({"role": roles[turn.role], "content": turn.text} for turn in turns)]
+
+
+def reward_programs(run: RunArrays) -> Iterator[Program]:
+    """Yields the reward model, if there is one, on a full batch of the longest sequences."""
+    c, model, role = run.config.rewards, run.shapes.inputs.reward, "reward"
+    if model is not None:
+        longest = c.max_tokens or run.shapes.width + TEMPLATE_TOKENS
+        weights = run.array(role, jnp.float32, model.d_model, whole=True)
+        given = (model, run.meshes[role], run.params(role, model), weights)
+        batch = run.text_batch(role, min(longest, model.max_positions), c.batch_tokens)
+        yield Program(role, "score", score_batch, (*given, *batch))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
+from jaxrl.algorithms.methods import sampled_share
 from jaxrl.algorithms.signals import Projection, policy_topk
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
@@ -25,8 +26,11 @@ from jaxrl.models.lora import frozen_and_trained, join, merged
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Params, abstract_params, param_shardings, unstack
 from jaxrl.roles.actor import SENT
+from jaxrl.roles.declared import Program, local_bytes
+from jaxrl.roles.run_shapes import RunArrays
+from jaxrl.roles.sampling_programs import sampling_params, sampling_programs
 from jaxrl.runtime.worker import detail, phase, stopping
-from jaxrl.sampling.engine import Aborted, Engine, SamplingParams
+from jaxrl.sampling.engine import Aborted, Engine
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.mesh import verify_arrays
@@ -36,27 +40,6 @@ from jaxrl.types import Completion, Prompt, Rollout, Sequences, Tree, Weights
 EVAL_SEED = 0x5EED
 """Added to the run's seed for evaluations: they use other random numbers than training does, and
 the same ones at every evaluation."""
-
-
-def sampling_params(
-    config: Config, split: Split, most: int, eos_ids: tuple[int, ...] = ()
-) -> SamplingParams:
-    """Returns the sampling parameters of training or of evaluations.
-
-    Args:
-        most: longest completion, in tokens; of evaluations if `eval.max_new_tokens` is not set.
-    """
-    s, e = config.sampling, config.eval
-    if split == "train":
-        return SamplingParams(most, s.temperature, s.top_k, s.top_p, s.min_p, eos_ids, s.stop)
-    return SamplingParams(
-        e.max_new_tokens or most,
-        temperature=e.temperature,
-        top_k=e.top_k,
-        top_p=e.top_p,
-        eos_ids=eos_ids,
-        stop=s.stop,
-    )
 
 
 class DamagedWeights(RunError):
@@ -380,3 +363,23 @@ def merge_adapters_program(model: DecoderConfig, mesh: Mesh) -> Wrapped:
         return merged(join(unstack(base), adapters), scale)
 
     return jax.jit(merge, out_shardings=param_shardings(model.plain, mesh, "unstacked"))
+
+
+def rollout_programs(run: RunArrays) -> Iterator[Program]:
+    """Yields sampling, the merge of adapters before it, and what reads the finished batch."""
+    c, m, model, role = run.config, run.shapes, run.shapes.sampled("rollout"), "rollout"
+    merges, beside = c.rollout.merge, 0
+    under: Params = {}
+    if merges:  # nothing but the merge reads the base
+        under, _ = frozen_and_trained(run.params(role, run.student, layout="stacked"))
+        beside = local_bytes(under)
+    for program in sampling_programs(run, role, model, sampled_share(c)):
+        yield replace(program, beside=program.beside + beside)
+    if merges:
+        _, adapters = frozen_and_trained(run.params(role, run.student))
+        jitted = merge_adapters_program(run.student, run.meshes[role])
+        yield Program(role, "merge", jitted, (under, adapters), ("weight sync",))
+    if c.distill.signal == "student_topk" and m.signal is not None:
+        jitted = topk_program(Projection.of(c, run.meshes[role], m.vocab), model)
+        given = run.params(role, model), run.sequences(role, m.padded_rows)
+        yield Program(role, "top-k of the policy", jitted, given, ("score",))

@@ -33,6 +33,7 @@ from jaxrl.models.parameters import (
     param_shardings,
     unstack,
 )
+from jaxrl.roles.declared import placed
 from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
 from jaxrl.roles.optimizer import (
     apply_changes,
@@ -167,7 +168,7 @@ class ActorPrograms:
         """Returns the frozen base weights of adapters, or {} without adapters:
         `jax.ShapeDtypeStruct`s, placed."""
         base, _ = frozen_and_trained(abstract_params(self.model, jnp.dtype(self.config.base_dtype)))
-        return _placed(base, self.base_shardings)
+        return placed(base, self.base_shardings)
 
     def abstract_state(self) -> TrainState:
         """Returns the state as `jax.ShapeDtypeStruct`s with shardings."""
@@ -175,7 +176,7 @@ class ActorPrograms:
         updates = jax.ShapeDtypeStruct((), jnp.int32)
         ema = abstract_params(self.model, jnp.float32) if self.config.keeps_ema else None
         state = TrainState(self.abstract, opt_state, updates, ema)  # type: ignore[arg-type]
-        return _placed(state, self.shardings)
+        return placed(state, self.shardings)
 
     def differing(self, params: Params, dtype: jnp.dtype, layout: Layout) -> Params:
         """Returns the top-level entries of stacked parameters whose dtype or layout differs in the
@@ -305,14 +306,6 @@ class ActorPrograms:
             return new, (sums, maxima, each, last)
 
         return update
-
-
-def _placed(shapes: Tree, shardings: Tree) -> Tree:
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
 
 
 def first_rows_program(rows: int, width: int, mesh: Mesh) -> jax.stages.Wrapped:

@@ -40,12 +40,12 @@ from jaxrl.data.stream import EvalSet
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import CPU, default_dtype, target_of, try_kernels
-from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.json_types import JsonObject
 from jaxrl.rewards.batch_rewards import episode_rewards
 from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.rollout import Sampler
+from jaxrl.roles.run_shapes import RunInputs
 from jaxrl.run.job import (
     check_positions,
     encoder,
@@ -290,8 +290,7 @@ def prepare(
     placement = place(config.mesh, ("rollout",), {"rollout": config.rollout.devices})
     seen = ensure_devices(placement.n_devices)
     placement = check_visible(placement, len(seen.devices))
-    limits = (None,) * len(placement.pools)
-    axes = PlanInputs(placement, ("rollout",), source.config, None, limits, CPU).axes(config)
+    axes = RunInputs(placement, ("rollout",), source.config, None, CPU).axes(config)
     config = config.with_dtypes(default_dtype(target_of(seen.devices)))
     role_mesh = role_meshes(seen.devices, placement, axes)["rollout"]
     model = source.config

@@ -35,7 +35,6 @@ from jaxrl.formats import hub
 from jaxrl.models.kernels import Use, target_of, try_kernels
 from jaxrl.models.lora import frozen_and_trained
 from jaxrl.models.parameters import Layout, Params, head_sharding, param_shardings
-from jaxrl.plan.accounts import TEMPLATE_TOKENS
 from jaxrl.plan.table import Plan
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
@@ -44,7 +43,7 @@ from jaxrl.process.xla_flags import worker_environment
 from jaxrl.roles.actor import SENT_TO_TEACHER, Actor, Receiver
 from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
-from jaxrl.roles.reward import Reward, RewardModel, open_reward
+from jaxrl.roles.reward import TEMPLATE_TOKENS, Reward, RewardModel, open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.update import first_rows_program
 from jaxrl.run.job import Setup, episodes, reward_functions

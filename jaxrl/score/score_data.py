@@ -33,9 +33,9 @@ from jaxrl.errors import RunError, UserError, user_path
 from jaxrl.losses.chunked import VocabShard
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU, default_dtype, target_of, try_kernels
-from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.streams import Output
+from jaxrl.roles.run_shapes import RunInputs
 from jaxrl.run.job import Job, Setup, longest_sequence, make_job
 from jaxrl.run.launch import make_teacher
 from jaxrl.run.names import fetch_models, with_commits
@@ -133,9 +133,7 @@ def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring
     seen = ensure_devices(asked or 1)
     n = asked or (1 if seen.emulated else len(seen.devices))
     placement = check_visible(place(f"teacher={n}", ("teacher",)), len(seen.devices))
-    inputs = PlanInputs(
-        placement, ("teacher",), student.config, source.config, (None,) * len(placement.pools), CPU
-    )
+    inputs = RunInputs(placement, ("teacher",), student.config, source.config, CPU)
     axes = inputs.axes(config)
     mesh = role_meshes(seen.devices, placement, axes)["teacher"]
     config = config.with_dtypes(default_dtype(target_of(mesh.devices.flat)))

@@ -5,7 +5,7 @@ with the current ones, or with their moving average. Several take turns, and ans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -35,8 +35,11 @@ from jaxrl.models.packing import RowDevices, room_of, row_devices
 from jaxrl.models.parameters import Layout, Params, abstract_params, head, param_shardings
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import SENT_TO_TEACHER
+from jaxrl.roles.declared import Program, local_bytes
 from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_padding, scored_part
 from jaxrl.roles.rollout import Sampler, received
+from jaxrl.roles.run_shapes import RunArrays, generates
+from jaxrl.roles.sampling_programs import sampling_programs
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
@@ -429,3 +432,42 @@ def teacher_metrics(
     weights, mixed = teacher_weights(config, rollout), config.mixture is not None
     row["teacher/padding"] = scored_padding(rollout, parts, devices, weights, mixed)
     return row
+
+
+def teacher_programs(run: RunArrays) -> Iterator[Program]:
+    """Yields scoring by each teacher, what makes one signal of several, and sampling."""
+    c, m, role = run.config, run.shapes, "teacher"
+    parts = c.teacher.num_microbatches
+    combines = bool(c.teachers) and c.mixture is not None and c.distill.signal != "hidden"
+    weights, held = run.teacher_bytes, sum(run.teacher_bytes.values())
+    rows, group = run.scored(role, parts)
+    for name, model in run.teachers:
+        sends, given = run.score(rows, (name, model), group, sends=combines)
+        jitted = score_program(model, sends)
+        beside = (parts - 1) * local_bytes(run.signal(role, rows))
+        beside += 0 if c.offload.frozen else held - weights[name]
+        title = f"score by {name}" if name else "score"
+        phases = ("score",) if weights[name] == max(weights.values()) else ()
+        yield Program(role, title, jitted, given, phases, beside=beside, calls=parts)
+    projection = Projection.of(c, run.meshes[role], m.vocab)
+    if c.teachers and c.mixture is None:  # a teacher's rows go among those of the ones before it
+        jitted, signal = merge_program(projection, max(m.teacher_widths)), run.signal(role, rows)
+        given, calls = (signal, signal, run.array(role, bool, rows)), parts * len(run.teachers)
+        yield Program(role, "merge", jitted, given, beside=held, calls=calls)
+    elif c.teachers:  # one signal of the hidden states of all
+        models, dtype = m.inputs.teachers, c.teacher.compute_dtype
+        hidden = tuple(run.array(role, dtype, rows, m.new_tokens, one.d_model) for one in models)
+        heads = tuple(head(run.params(role, one)) for one in models) if combines else None
+        ids = None
+        if c.distill.signal == "student_topk":
+            ids = run.array(role, jnp.int32, rows, m.new_tokens, c.distill.top_k)
+        shares = run.array(role, jnp.float32, rows, len(models))
+        given = (hidden, heads, shares, run.sequences(role, rows), ids)
+        jitted = mixture_program(projection, [model.final_softcap for model in models])
+        beside = held - local_bytes(heads)
+        yield Program(role, "mixture", jitted, given, ("combine",), beside=beside, calls=parts)
+    if generates(c, role):
+        share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
+        for name, model in run.teachers:
+            for program in sampling_programs(run, role, model, share / len(run.teachers)):
+                yield replace(program, name=f"{program.name} by {name}" if name else program.name)

@@ -19,6 +19,7 @@ import safetensors
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors.numpy import save
 
+from jaxrl.algorithms.signals import signal_tensors
 from jaxrl.config.section import DType, PositiveNumber
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer
@@ -176,24 +177,12 @@ class Options(ProtocolMessage):
 
     def tensors(self, dtype: str, width: int) -> Shapes:
         """Lists the tensors of an answer, for hidden states of that dtype and width."""
-        if self.signal == "hidden":
-            return {"hidden": (dtype, (width,))}
-        tensors: Shapes = {"token_logprobs": ("float32", ())}
-        if self.signal != "sampled":
-            tensors = _best("topk_ids", "topk_logprobs", "tail_logprob", self.top_k)
-        if self.entropy_top_k is not None:
-            tensors |= _best("best_ids", "best_logprobs", "best_tail", self.entropy_top_k)
-            tensors["entropy"] = ("float32", ())
-        return tensors
+        return signal_tensors(self.distill, dtype, width)
 
 
 def row_bytes(shapes: Shapes) -> int:
     """Computes the bytes of one row, or token, of all tensors."""
     return sum(np.dtype(dtype).itemsize * prod(dims) for dtype, dims in shapes.values())
-
-
-def _best(ids: str, logprobs: str, tail: str, k: int) -> Shapes:
-    return {ids: ("int32", (k,)), logprobs: ("float32", (k,)), tail: ("float32", ())}
 
 
 class Asked(ProtocolMessage):

@@ -35,7 +35,7 @@ from compiled_runs import (
 from decode_step import passes, step
 
 from jaxrl.aot.hlo import computations, read
-from jaxrl.aot.programs import local_bytes
+from jaxrl.roles.declared import local_bytes
 
 pytestmark = NEEDS_COMPILERS
 LAYERS = {28: ("update", "score"), 2: ("prefill", "decode")}

@@ -19,7 +19,7 @@ from compiled_runs import (
 )
 
 from jaxrl.aot.compile_report import check
-from jaxrl.aot.programs import local_bytes
+from jaxrl.roles.declared import local_bytes
 from jaxrl.roles.microbatch import micro_batch
 
 pytestmark = NEEDS_COMPILERS

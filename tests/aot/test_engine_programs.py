@@ -11,9 +11,10 @@ import pytest
 from tiny_models import SAMPLED as CONFIG
 from tiny_models import random_params
 
-from jaxrl.aot.programs import Program, engine_programs
 from jaxrl.models import parameters
 from jaxrl.models.parameters import param_shardings
+from jaxrl.roles.declared import Program
+from jaxrl.roles.sampling_programs import engine_programs
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, prefill_batch
 from jaxrl.sampling.sampler import SamplingParams

@@ -24,8 +24,8 @@ from runs import GSPO, SHORT, save_model
 import jaxrl
 from jaxrl import Config, train
 from jaxrl.algorithms.methods import needed_roles
-from jaxrl.aot.programs import RunPrograms
 from jaxrl.plan import make_plan
+from jaxrl.plan.declarations import RunPrograms
 from jaxrl.sharding import reshard
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.mesh import Visible

@@ -73,7 +73,7 @@ def run_of(mesh: str, limit: int | None = LIMIT, **keys) -> tuple[Config, PlanIn
     limits = (limit,) * len(placement.pools)
     target = target_of(machine(1).devices)
     student = replace(STUDENT, lora=lora_of(config))
-    return config, PlanInputs(placement, ROLES, student, TEACHER, limits, target)
+    return config, PlanInputs(placement, ROLES, student, TEACHER, target, limits=limits)
 
 
 def search(mesh: str, limit: int = LIMIT, hosts: int = 1, compiled=None, **keys) -> Search:

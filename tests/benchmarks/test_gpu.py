@@ -21,8 +21,8 @@ from cases import and_slow
 from described import MODELS, SIZES, arguments, describe, filled, measure
 from gpu_sections import SECTIONS, Bench
 
-from jaxrl.aot.programs import local_bytes
 from jaxrl.config.schema import Config
+from jaxrl.roles.declared import local_bytes
 from jaxrl.sampling import decode
 
 TINY = SIZES["tiny"]

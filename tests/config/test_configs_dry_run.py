@@ -20,10 +20,10 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import GPU_SIZES, build, make_plan
-from jaxrl.plan.accounts import STEP
 from jaxrl.plan.table import Plan
 from jaxrl.process.gpu_memory import SHARE
 from jaxrl.rewards.functions import find
+from jaxrl.roles.actor import STEP
 from jaxrl.runtime.cluster import Host, Resource, process_slots
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place

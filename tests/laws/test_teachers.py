@@ -22,7 +22,7 @@ from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.models.parameters import head
-from jaxrl.plan.plan_inputs import generates
+from jaxrl.roles.run_shapes import generates
 from jaxrl.run.job import make_job
 from jaxrl.run.launch import make_teacher
 from jaxrl.sharding.reshard import to_host

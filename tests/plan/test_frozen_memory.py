@@ -10,13 +10,13 @@ import jax
 import pytest
 from cases import and_slow
 
-from jaxrl.aot.programs import RunPrograms
 from jaxrl.config.schema import Config
 from jaxrl.models import bert
 from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU
 from jaxrl.plan.accounts import encoder_bytes, role_accounts
+from jaxrl.plan.declarations import RunPrograms
 from jaxrl.plan.plan_inputs import PlanInputs, Setting
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
@@ -63,13 +63,11 @@ def test_frozen_models_take_what_the_compiler_says(axes_name: str, batch_name: s
     placement = place(config.mesh, roles)
     limits = (None,) * len(placement.pools)
     student = replace(STUDENT, vocab_size=2000)
-    inputs = PlanInputs(
-        placement, roles, student, None, limits, CPU, reward=REWARD, grouper=ENCODER
-    )
+    inputs = PlanInputs(placement, roles, student, None, CPU, REWARD, ENCODER, limits=limits)
     accounts, found = role_accounts(inputs, config), {}
     for program in RunPrograms(Setting(config, inputs), jax.devices()):
         if program.role in ("reward", "grouper"):
-            planned = program.planned(accounts[program.role])
+            planned = accounts[program.role].planned(program)
             found[program.role] = planned / program.held(program.compile(OPTIONS))
     assert set(found) == {"reward", "grouper"}
     assert all(LEAST <= ratio <= MOST for ratio in found.values()), found

@@ -184,7 +184,7 @@ def test_no_copy_is_put_into_each_host_where_memory_is_not_known(monkeypatch):
     keys |= {"student": {"model": "large"}, "teacher": {"model": None}, "group_size": 4}
     config = Config.parse(keys | {"reward": {"functions": ["exact"]}}).with_dtypes("bfloat16")
     for limit, axes in ((None, "fsdp=16"), (10**12, "data=2 fsdp=8")):
-        made = placement, ("actor", "rollout"), LARGE, None, (limit,), target
-        inputs = PlanInputs(*made, host_of=hosts)
+        made = placement, ("actor", "rollout"), LARGE, None, target
+        inputs = PlanInputs(*made, host_of=hosts, limits=(limit,))
         chosen, _ = with_choices(config, inputs)
         assert str(inputs.axes(chosen)["actor"]) == axes

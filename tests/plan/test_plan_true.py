@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import pytest
 
-from jaxrl.aot.programs import RunPrograms
 from jaxrl.checkpoint.model_source import lora_of
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
@@ -27,6 +26,7 @@ from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import CPU
 from jaxrl.plan.accounts import BASE, role_accounts
 from jaxrl.plan.array_bytes import Pass
+from jaxrl.plan.declarations import RunPrograms
 from jaxrl.plan.plan_inputs import PlanInputs, Setting
 from jaxrl.process import compile_cache
 from jaxrl.roles.update import BASE as FROZEN
@@ -144,7 +144,7 @@ class Programs:
         limits = (None,) * len(placement.pools)
         roles = tuple(r for r in ROLES if r != "teacher" or config.learns_from_teacher)
         taught = teacher if "teacher" in roles else None
-        inputs = PlanInputs(placement, roles, student, taught, limits, CPU)
+        inputs = PlanInputs(placement, roles, student, taught, CPU, limits=limits)
         self.config, self.accounts = config, role_accounts(inputs, config)
         found = RunPrograms(Setting(config, inputs), jax.devices())
         self.found = {(program.role, program.name): program for program in found}
@@ -152,7 +152,7 @@ class Programs:
     def ratio(self, role: str, name: str) -> float:
         """Planned bytes in parts of the compiler's."""
         program, account = self.found[role, name], self.accounts[role]
-        planned = program.planned(account)
+        planned = account.planned(program)
         assert planned is not None
         return planned / program.held(program.compile(OPTIONS))
 

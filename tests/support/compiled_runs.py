@@ -23,12 +23,13 @@ from jaxrl.algorithms.methods import needed_roles
 from jaxrl.aot.compile_report import MEMORY, THUNKS
 from jaxrl.aot.hlo import Graphs, read_thunks, read_total
 from jaxrl.aot.machine import compilers, machine, prepare
-from jaxrl.aot.programs import Program, RunPrograms, local_bytes
 from jaxrl.aot.subprocess_compile import apart
 from jaxrl.config.schema import Config
 from jaxrl.models.kernels import compiling_for
 from jaxrl.plan import target_plan
+from jaxrl.plan.declarations import RunPrograms
 from jaxrl.plan.table import Plan
+from jaxrl.roles.declared import Program, local_bytes
 
 MISSING = {"cuda", "tpu"} - compilers()
 NEEDS_COMPILERS = [
@@ -200,7 +201,7 @@ def _compile(
     compiles."""
     for plan, program in programs(run, target, name):
         if program.role == role:
-            planned = program.planned(plan.accounts[role])
+            planned = plan.accounts[role].planned(program)
             assert planned is not None
             lowered = program.lower()
             yield planned, program.beside + _unread(program, lowered)

@@ -1,0 +1,81 @@
+"""What a role is, before a weight is read: the jitted programs that it calls, with abstract
+arguments, and the arrays that it keeps. Each role's module yields its own from the config and the
+models' `config.json` alone, and calls the very programs that it declares.
+
+An abstract array is a `jax.ShapeDtypeStruct` with a sharding over the devices of the role's mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxrl.types import Tree
+
+
+@dataclass(frozen=True)
+class Program:
+    """A jitted function of a role, with the abstract arguments of its largest call in a run."""
+
+    role: str
+    name: str
+    jitted: Any
+    args: tuple[Any, ...]
+    stages: tuple[str, ...] | None = None
+    """Stages of the role in the plan (`plan_inputs.Account`) that this program covers. None: the
+    one of its name, if there is one. (): the plan has no figure of its own for it."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    beside: int = 0
+    """Bytes that the role holds on a device meanwhile, apart from the arguments; without those of
+    the arguments that the plan counts as the actor's."""
+    calls: int = 1
+    """Calls in a training step; 0 if none calls it."""
+    otherwise: str = "eval"
+    """What calls it where no step does: `eval`, evaluations; `start`, the start of a run; `waits`,
+    a sample that waits for pages of the cache."""
+
+    def lower(self) -> Any:
+        """Traces it; returns a `jax.stages.Lowered`."""
+        return self.jitted.lower(*self.args, **self.kwargs)
+
+    def compile(self, options: Mapping[str, Any] | None = None) -> Any:
+        """Compiles it for the devices of its mesh; returns a `jax.stages.Compiled`."""
+        return self.lower().compile(compiler_options=options)
+
+    def held(self, compiled: Any, total: int | None = None) -> int:
+        """Returns the bytes that its role holds on one device while the compiled program runs.
+
+        Args:
+            total: arguments, results and temporaries as the compiler of a TPU reports them
+                (`hlo.read_total`); its `memory_analysis` exceeds them where there are loops.
+        """
+        sizes = compiled.memory_analysis()
+        # XLA does not count arguments that the program never reads, but they stay on the device.
+        unread = max(0, local_bytes((self.args, self.kwargs)) - sizes.argument_size_in_bytes)
+        if total is None:
+            results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+            total = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + results
+        return int(total + unread + self.beside)
+
+
+def local_bytes(tree: Any) -> int:
+    """Returns the bytes on one device of a pytree of abstract arrays with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
+        * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    )
+
+
+def placed(shapes: Tree, shardings: Tree) -> Tree:
+    """Returns abstract arrays with these shardings."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )

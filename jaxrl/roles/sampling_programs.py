@@ -1,0 +1,216 @@
+"""The programs of a role that samples, the rollout or a teacher: those of its sampling engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl.config.schema import Config
+from jaxrl.data.example import Split
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Cache
+from jaxrl.models.delta import Recurrent
+from jaxrl.models.parameters import Params
+from jaxrl.models.shared_prompts import PAGE, Pages, Seats
+from jaxrl.roles.declared import Program, local_bytes
+from jaxrl.roles.run_shapes import RunArrays, asked, evaluated
+from jaxrl.sampling import decode
+from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, Engine, SamplingParams
+from jaxrl.sampling.sampler import sampling_arrays
+from jaxrl.sampling.slots import pages_of, rows_at_most, seats_of_row
+from jaxrl.sharding.axes import ROWS
+
+
+def sampling_params(
+    config: Config, split: Split, most: int, eos_ids: tuple[int, ...] = ()
+) -> SamplingParams:
+    """Returns the sampling parameters of training or of evaluations.
+
+    Args:
+        most: longest completion, in tokens; of evaluations if `eval.max_new_tokens` is not set.
+    """
+    s, e = config.sampling, config.eval
+    if split == "train":
+        return SamplingParams(most, s.temperature, s.top_k, s.top_p, s.min_p, eos_ids, s.stop)
+    return SamplingParams(
+        e.max_new_tokens or most,
+        temperature=e.temperature,
+        top_k=e.top_k,
+        top_p=e.top_p,
+        eos_ids=eos_ids,
+        stop=s.stop,
+    )
+
+
+def sampling_programs(
+    run: RunArrays, role: str, model: DecoderConfig, share: float
+) -> Iterator[Program]:
+    """Yields the programs of a role's sampling engine: those of training or, of a role that samples
+    for evaluations alone, of these; and the decode steps of evaluations, where these are another
+    program.
+
+    Args:
+        share: fraction of the training batches that this role samples.
+    """
+    c, m, teaches = run.config, run.shapes, role == "teacher"
+    most = c.teacher_new_tokens if teaches else c.max_new_tokens
+    engine = Engine(
+        model,
+        run.meshes[role],
+        slots=c.rollout.slots or m.sequences,
+        max_prompt_tokens=c.teacher_prompt_tokens if teaches else c.max_prompt_tokens,
+        max_new_tokens=max(most, c.eval.max_new_tokens or 0),
+        launch_tokens=c.rollout.launch_tokens,
+        cache_tokens=None if teaches else c.rollout.cache_tokens,
+        episodes=not teaches and c.environment.name is not None,
+    )
+    asks, params = asked(c, role), run.params(role, model)
+    ways = [(sampling_params(c, "train", most), asks[0])] if share > 0 else []
+    if evaluated(c, role):
+        ways.append((sampling_params(c, "eval", most), asks[-1]))
+    kinds = set()
+    for i, (sampling, (prompts, samples)) in enumerate(ways):
+        for program in engine_programs(
+            *(role, engine, params, sampling, prompts, samples),
+            prefilled=m.prefill_rows(role),
+            width=m.prompts(role),
+            record=c.policy.router_replay and not i and not teaches,
+        ):
+            name, calls = program.name, program.calls
+            if name == "decode":
+                if (kind := jax.tree.structure(program.args[6])) in kinds:
+                    continue
+                kinds.add(kind)
+                name += " for evaluations" * bool(i)
+            elif i:
+                continue
+            elif name == "answers of environments":
+                calls *= c.environment.max_turns - 1
+            yield replace(program, name=name, calls=0 if i else math.ceil(share * calls))
+
+
+def engine_programs(
+    role: str,
+    engine: Engine,
+    params: Params,
+    sampling: SamplingParams,
+    prompts: int,
+    samples: int,
+    *,
+    prefilled: int,
+    width: int,
+    record: bool = False,
+) -> Iterator[Program]:
+    """Yields the programs of one `Engine.generate` that samples `samples` completions of each of
+    `prompts` prompts: prefill, the copy of keys and values into rows, launches of decode steps, and
+    changes of the cache's size. Their `calls` are about as many as one `generate` makes: of
+    `extend`, in each turn.
+
+    Args:
+        params: abstract, unstacked, with their shardings.
+        prefilled: prompts of each data shard in one prefill.
+        width: of the arrays of prompts.
+    """
+    config, mesh, shards = engine.config, engine.mesh, engine.row_shards
+    dtype = params["norm"]["scale"].dtype
+
+    def array(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding = None if mesh is None else NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def whole(*shape: int) -> jax.ShapeDtypeStruct:
+        return array(shape, jnp.int32, PartitionSpec())
+
+    def rows(*shape: int) -> jax.ShapeDtypeStruct:
+        return array(shape, jnp.int32, PartitionSpec(ROWS))
+
+    def cache(n: int, length: int) -> Cache:
+        made = jax.eval_shape(lambda: decode.new_cache(config, None, n, length, dtype))
+        if mesh is None:
+            return made
+        specs = decode.cache_specs(mesh, made)
+        return jax.tree.map(lambda x, spec: array(x.shape, x.dtype, spec), made, specs)
+
+    def program(
+        name: str, jitted: Any, *arrays: Any, calls: int, beside: Any = (), **static: Any
+    ) -> Program:
+        otherwise = "waits" if name.endswith("again") else "eval"
+        given = (config, mesh, *arrays), (name,), static, local_bytes(beside), calls, otherwise
+        return Program(role, name, jitted, *given)
+
+    # The caches of prefilled prompts, of rows that slots share, and of slots or pages.
+    paged, each = engine.pages is not None, engine.slots // shards
+    count = shards * rows_at_most(each, shards, samples, prompts)
+    size = (engine.pages * shards, PAGE) if engine.pages else (engine.slots, engine.length)
+    shared, slots = cache(count, width), cache(*size)
+
+    # The first filling, and a refill each time that so many slots are free.
+    refills = -(-max(prompts * samples - engine.slots, 0) // engine.min_free)
+    fills = max(-(-prompts // (prefilled * shards)), 1 + refills)
+    prompt = params, whole(prefilled * shards, width), whole(prefilled * shards)
+    held: Any = shared, slots
+    yield program("prefill", decode.prefill, *prompt, beside=held, calls=fills, record=record)
+    copies: Any = shared, cache(prefilled * shards, width), whole(count)
+    yield program("insert", decode.insert, *copies, beside=(params, slots), calls=fills)
+
+    # The start of the cache, and its largest layer as it grows and as slots are given up.
+    layers = [entry for entry in slots if entry]
+    pairs = [entry for entry in layers if not isinstance(entry, Recurrent)]
+    keys, values = largest = max(pairs, key=lambda pair: pair[0].size)
+    held = params, shared
+    yield program("new cache", decode.new_cache, *size, dtype, beside=held, calls=1)
+    held = *held, [layer for layer in slots if layer is not largest]
+    lengths = sorted({engine.cache_length(n, engine.slots) for n in range(1, engine.length + 1)})
+    if not paged and len(lengths) > 1:
+        shape = (*keys.shape[:-2], lengths[-2], keys.shape[-1])
+        shorter = (jax.ShapeDtypeStruct(shape, dtype, sharding=keys.sharding),) * 2
+        calls, given = len(pairs) * (len(lengths) - 1), ([shorter], size[1], None)
+        yield program("longer cache", decode.resize, *given, beside=held, calls=calls)
+    fewer = {left for n in range(1, each) if (left := engine.fewer_slots(n, each)) is not None}
+    if engine.pages is not None:
+        fewer = {n for n in map(engine.pages_for_slots, fewer) if n < engine.pages}
+    if fewer and not engine.episodes:
+        name = "fewer pages" if paged else "fewer slots"
+        layer: Any = [(keys, values)], size[1], rows(max(fewer) * shards)
+        calls = len(layers) * len(fewer)
+        yield program(name, decode.resize, *layer, beside=held, calls=calls)
+
+    if engine.episodes:
+        answers, calls = ANSWER_ROWS * shards, -(-prompts * samples // ANSWER_ROWS)
+        texts = whole(answers, ANSWER_TOKENS[1]), *[whole(answers)] * 5
+        arrays: Any = params, slots, shared, *texts
+        yield program("answers of environments", decode.extend, *arrays, calls=calls)
+    if paged:
+        new = engine.max_new_tokens
+        longest = engine.prompt_width(engine.max_prompt_tokens + new, beyond=new)
+        arrays, held = (params, whole(shards, longest), whole(shards)), (shared, slots)
+        yield program("read again", decode.prefill, *arrays, beside=held, calls=0)
+        copies = slots, shared, cache(shards, longest)
+        targets = whole(shards), whole(shards), whole(shards, pages_of(longest))
+        arrays = *copies, *targets
+        yield program("insert again", decode.insert_again, *arrays, beside=params, calls=0)
+
+    knobs = sampling_arrays(sampling, 0, 0)
+    knobs = jax.tree.map(lambda x: array(x.shape, x.dtype, PartitionSpec()), knobs)
+    seats = Seats(rows(count, seats_of_row(each, samples)), rows(count), rows(engine.slots))
+    pages = None
+    if engine.pages is not None:
+        owners = rows(engine.pages * shards)
+        most = pages_of(engine.cache_length(engine.max_new_tokens, engine.slots))
+        pages = Pages(owners, owners, rows(engine.slots, most))
+    launches = -(-sampling.max_new_tokens // engine.launch_tokens)
+    yield program(
+        "decode",
+        decode.launch_on(engine.target, mesh),
+        *(params, slots, whole(engine.slots, 6), whole(), knobs, (shared, seats), pages),
+        calls=launches * -(-prompts * samples // engine.slots),
+        n_tokens=engine.launch_tokens,
+        check_every=engine.check_every,
+        record=record,
+    )
