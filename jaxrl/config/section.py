@@ -63,8 +63,8 @@ def numbers(value: Any) -> Any:
 
 
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str | Spelt) else value)
-Words = Annotated[tuple[str, ...], OneOrMore]
-"""A list of strings; a single string stands for a list of one."""
+Words = Annotated[tuple[Name, ...], OneOrMore]
+"""A list of strings that are not empty; a single string stands for a list of one."""
 
 
 def check_names(value: T) -> T:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from string import Formatter
 from typing import Literal
+from unicodedata import normalize
 
 from jaxrl.config.roles import template_names
 from jaxrl.data.chat_template import (
@@ -160,7 +161,7 @@ class PromptEncoder:
             )
         chats = self.chat == "auto" and has_template(self.tokenizer)
         if self.few_shot:  # rows that leave less than one token more than they take
-            before = self.prompt_of(Example("")) if chats else self._text_before
+            before = self.prompt_of(Example("")) if chats else self._text_before(self.few_shot)
             taken = len(encode_prompt(self.tokenizer, before))
             if taken >= self.max_prompt_tokens:
                 raise UserError(
@@ -180,17 +181,19 @@ class PromptEncoder:
         """Returns what is tokenised: text, or messages, with everything that comes before the row's
         own."""
         prompt = example.prompt
+        asked = self.few_shot and _question(prompt)
+        shots = [shot for shot in self.few_shot if _question(shot.prompt) != asked]
         if isinstance(prompt, str):
             text = self.chat == "raw" or example.document
             if text or not has_template(tokenizer or self.tokenizer):
-                return self._text_before + prompt
+                return self._text_before(shots) + prompt
             prompt = _user(prompt)
         system: tuple[Message, ...] = ()
         if prompt[0]["role"] == "system":
             system, prompt = prompt[:1], prompt[1:]
         elif self.system_prompt is not None:
             system = ({"role": "system", "content": self.system_prompt},)
-        return (*system, *self._turns_before, *prompt)
+        return (*system, *_turns_of(shots), *prompt)
 
     def fit(self, example: Example, may_cut: bool = True) -> Fit:
         """Returns whether the prompt is short enough, as it is or cut.
@@ -396,25 +399,15 @@ class PromptEncoder:
     def _encode_turns(self) -> TurnEncoder:
         return TurnEncoder(self.tokenizer, lambda text: self.noted.setdefault("roles", text))
 
-    @cached_property
-    def _turns_before(self) -> tuple[Message, ...]:
-        turns: list[Message] = []
-        for shot in self.few_shot:
-            asked = _user(shot.prompt) if isinstance(shot.prompt, str) else shot.prompt
-            turns += (turn for turn in asked if turn["role"] != "system")
-            turns += shot.turns or ({"role": "assistant", "content": str(shot.completion)},)
-        return tuple(turns)
-
-    @cached_property
-    def _text_before(self) -> str:
-        for shot in self.few_shot:
+    def _text_before(self, shots: Sequence[Example]) -> str:
+        for shot in shots:
             if not isinstance(shot.prompt, str):
                 raise UserError(
                     "data.few_shot has chats, which cannot precede a text prompt; use rows with"
                     " text prompts"
                 )
         with about("data.few_shot"):
-            return "".join(f"{shot.prompt}{self._as_text(shot)}\n\n" for shot in self.few_shot)
+            return "".join(f"{shot.prompt}{self._as_text(shot)}\n\n" for shot in shots)
 
 
 def hidden_columns(prompts: Sequence[Prompt], own: Collection[str]) -> set[str]:
@@ -445,6 +438,20 @@ def few_shot(source: Source, rows: int) -> tuple[Example, ...]:
 
 def _user(text: str) -> tuple[Message, ...]:
     return ({"role": "user", "content": text},)
+
+
+def _turns_of(shots: Sequence[Example]) -> Iterator[Message]:
+    for shot in shots:
+        asked = _user(shot.prompt) if isinstance(shot.prompt, str) else shot.prompt
+        yield from (turn for turn in asked if turn["role"] != "system")
+        yield from shot.turns or ({"role": "assistant", "content": str(shot.completion)},)
+
+
+def _question(prompt: str | tuple[Message, ...]) -> list[tuple[str, str]]:
+    """Returns what a prompt asks: two rows with the same are one example, however they space it."""
+    turns = _user(prompt) if isinstance(prompt, str) else prompt
+    asked = [(turn["role"], str(turn.get("content"))) for turn in turns if turn["role"] != "system"]
+    return [(role, " ".join(normalize("NFC", text).split())) for role, text in asked]
 
 
 def _longest_text(example: Example) -> str:

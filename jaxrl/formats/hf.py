@@ -181,8 +181,15 @@ def _mapped(entry: _Entry, dtype: np.dtype) -> np.ndarray:
     return np.memmap(entry.file, dtype, "r", entry.offset, entry.shape)
 
 
+_NO_SAMPLING = frozenset(
+    ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
+)
+"""Keys of `generation_config.json` that do not say how to sample."""
+
+
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
-    """Returns `config.json`, merged with the eos ids (and bos, pad) of `generation_config.json`."""
+    """Returns `config.json`, merged with what `generation_config.json` says: more eos ids, bos and
+    pad, and how to sample."""
     folder = Path(path)
     file = folder / "config.json"
     if not file.is_file():
@@ -203,6 +210,7 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
                 eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more["eos_ids"]))),
                 bos_id=more["bos_id"] if config.bos_id is None else config.bos_id,
                 pad_id=more["pad_id"] if config.pad_id is None else config.pad_id,
+                sampling={key: value for key, value in raw.items() if key not in _NO_SAMPLING},
             )
             check_special_ids(config)
     return config
@@ -293,7 +301,8 @@ def write_description(
     write_json(folder / "config.json", raw)
     ids = {f"{key}_token_id": raw[f"{key}_token_id"] for key in ("bos", "eos", "pad")}
     ids = {key: value for key, value in ids.items() if value is not None}
-    write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
+    settings = dict(config.sampling) or {"_from_model_config": True}
+    write_json(folder / "generation_config.json", settings | ids)
     if tokenizer_from is not None:
         save_tokenizer(tokenizer_from, folder)
 

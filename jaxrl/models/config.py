@@ -100,6 +100,8 @@ class DecoderConfig:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     pad_id: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """What the model's authors recommend in `generation_config.json`, without its token ids."""
     score_dim: int | None = None
     """Scores of attention are divided by its square root; None: by that of `head_dim`."""
     layer_inputs: int = 0

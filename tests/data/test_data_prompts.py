@@ -202,8 +202,8 @@ def test_calls_before_a_text_are_refused_and_thoughts_are_a_line(tmp_path, token
     (called,) = shots_of(tmp_path / "s.jsonl", row(tool_calls=[CALL]))
     encoder, text = encoded()
     assert text == "q" and "`reasoning_content`" in encoder.noted["thoughts of texts"]
-    encoder, text = encoded(few_shot=(learned,), completions=False)
-    assert text == "q4\n\nq" and list(encoder.noted) == ["thoughts of texts"]
+    encoder, text = encoded(few_shot=(replace(learned, prompt="r"),), completions=False)
+    assert text == "r4\n\nq" and list(encoder.noted) == ["thoughts of texts"]
     with pytest.raises(UserError, match=r"^the completion has `tool_calls`, and a text"):
         PromptEncoder(tokenizer, 100, 8, chat=chat).encode(called, 0)
     with pytest.raises(UserError, match=r"^data\.few_shot: the completion has `tool_calls`"):
@@ -265,6 +265,32 @@ def test_few_shot_from_a_task_and_before_held_out_prompts(tmp_path):
     (held_out,) = eval_sets(["x"], lambda *_: source, encoder, 1)
     before = "".join(f"{s.prompt}{s.completion}\n\n" for s in sums)
     assert PLAIN.decode(held_out.prompts[0].tokens) == before + "q"
+
+
+def test_a_row_is_none_of_its_own_few_shot_rows(tmp_path):
+    """Whatever spaces, form of an accent, kind of prompt or system message it is written with."""
+    path, answer = tmp_path / "s.jsonl", {"role": "assistant", "content": "no"}
+    shots = shots_of(path, {"prompt": "Un café ?", "completion": "no"}, *[
+        {"messages": [user(text), answer]} for text in ("q", "q q")
+    ])  # fmt: skip
+    system = {"role": "system", "content": "S"}
+    chat = PromptEncoder(CHAT, 400, 8, few_shot=shots)
+    for prompt, others in (
+        ("Un café ?", "q|q q"),
+        (" Un cafe\u0301 ?\n", "q|q q"),
+        ((system, user("Un café ?")), "q|q q"),
+        ("q", "Un café ?|q q"),
+        ("Q", "Un café ?|q|q q"),
+        ((user("q"), answer, user("q")), "Un café ?|q|q q"),
+    ):
+        turns = chat.prompt_of(Example(prompt))
+        own = 1 if isinstance(prompt, str) else len(prompt)
+        before = [turn["content"] for turn in turns if turn["role"] == "user"]
+        assert before[: others.count("|") + 1] == others.split("|"), prompt
+        assert len(turns) == 2 * (others.count("|") + 1) + own
+    plain = PromptEncoder(PLAIN, 99, 8, few_shot=shots[:1])
+    assert plain.prompt_of(Example("Un café ?")) == "Un café ?"
+    assert plain.prompt_of(Example("Un thé ?")) == "Un café ?no\n\nUn thé ?"
 
 
 def test_few_shot_refusals(tmp_path):

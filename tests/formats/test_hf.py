@@ -401,6 +401,24 @@ def test_generation_config_adds_eos_ids(tmp_path: Path) -> None:
     assert config.bos_id == 1  # config.json's own
 
 
+def test_generation_settings_go_along(tmp_path: Path) -> None:
+    """What the model's authors recommend, but not the ids, which are those of the tokenizer."""
+    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    settings |= {"repetition_penalty": 1.05, "suppress_tokens": [3], "watermark": None}
+    write(tmp_path / "a")
+    file = "generation_config.json"
+    raw = settings | {"eos_token_id": [5, 2], "_from_model_config": True}
+    (tmp_path / "a" / file).write_text(json.dumps(raw))
+    config, params = hf.read_config(tmp_path / "a"), load(tmp_path / "a")
+    assert hash(config) == hash(replace(config, sampling={})) and config.sampling == settings
+    hf.save_hf(tmp_path / "b", config, params, dtype="float32")
+    hf.write_description(tmp_path / "c", hf.read_config(tmp_path / "b"), "float32")
+    for name in "bc":
+        written = json.loads((tmp_path / name / file).read_text())
+        assert {key: written.get(key, "no") for key in settings} == settings
+        assert written["eos_token_id"] == [2, 5] and "_from_model_config" not in written
+
+
 def test_a_failed_save_leaves_what_stood_there(tmp_path: Path) -> None:
     config, params = tiny_model("llama")
     hf.save_hf(tmp_path / "out", config, params, dtype="float32")

@@ -178,6 +178,11 @@ def desk(
         ("data.train=", "data.train"),
         ("data.train=null", "data.train"),
         ("data.train=3", "data.train"),
+        *(
+            (f"{key}={value}", f"{key}|at least 1 character")
+            for key in ("sampling.stop", "data.train", "data.few_shot", "reward.functions")
+            for value in ("''", "['']", "[a,'']")
+        ),
         ("data.verifier=nearly", "verifier|nearly|exact"),
         ("data.system_prompt=hello", "data.system_prompt|chat template"),
         ("data.train=arithmetic:digit=2", "digit|did you mean digits?"),
