@@ -104,6 +104,19 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class TemplateInputs:
+    """What a chat template reads beside the messages."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of tools."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Values of names that only some templates have, such as `enable_thinking`."""
+
+
+NO_INPUTS = TemplateInputs()
+
+
+@dataclass(frozen=True)
 class Prompt(_Tokenized):
     """One prompt, ready to be sampled from."""
 
@@ -118,6 +131,8 @@ class Prompt(_Tokenized):
     """The reference answer that a verifier compares with."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """Every other field of the data row."""
+    inputs: TemplateInputs = NO_INPUTS
+    """What the chat template read with the messages."""
     conversational: bool = False
     """Whether the data row, or the environment, has the prompt as messages; a text that a chat
     template makes a message is none."""

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime
 from functools import cache, lru_cache, wraps
 from types import BuiltinMethodType, FrameType
@@ -24,6 +24,7 @@ from jinja2 import TemplateRuntimeError
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError
 from jaxrl.process.json_types import JsonObject
+from jaxrl.types import NO_INPUTS, TemplateInputs
 
 THOUGHTS = {
     **{f"<{word}>": f"</{word}>" for word in ("think", "thinking", "thought", "reasoning")},
@@ -157,19 +158,19 @@ def render(
     tokenizer: Any,
     messages: Sequence[Message],
     generation: bool = False,
-    tools: Sequence[JsonObject] = (),
+    inputs: TemplateInputs = NO_INPUTS,
 ) -> str:
     """Returns the template's text of messages.
 
     Args:
         generation: whether the text goes on to where the assistant's next turn begins.
-        tools: JSON schemas that the template shows.
+        inputs: what the template reads beside the messages.
 
     Raises:
         UserError: no template, or one that refuses the messages or does not end.
     """
-    messages = in_form(tokenizer, messages, generation, tools)
-    return _rendered(tokenizer, messages, generation, tools)[0]
+    messages = in_form(tokenizer, messages, generation, inputs)
+    return _rendered(tokenizer, messages, generation, inputs)[0]
 
 
 def split(
@@ -177,7 +178,7 @@ def split(
     messages: Sequence[Message],
     first: int,
     ends: Sequence[str],
-    tools: Sequence[JsonObject] = (),
+    inputs: TemplateInputs = NO_INPUTS,
     marked: bool = False,
 ) -> Split:
     """Cuts the template's text of a chat into the prompt and what follows it.
@@ -199,9 +200,9 @@ def split(
             text in which the turns cannot be told apart.
         Unrendered: a template that refuses the chat, or leaves out messages after the prompt.
     """
-    messages = in_form(tokenizer, messages, False, tools)
-    text, marks = _rendered(tokenizer, messages, False, tools)
-    chat = _Chat(tokenizer, messages, tools, text, tuple(ends))
+    messages = in_form(tokenizer, messages, False, inputs)
+    text, marks = _rendered(tokenizer, messages, False, inputs)
+    chat = _Chat(tokenizer, messages, inputs, text, tuple(ends))
     notes: list[tuple[str, str]] = []
     for number, one in enumerate(messages[:-1]):
         if one["role"] != "assistant" and not _shows_content(chat, number):
@@ -244,11 +245,11 @@ class _Chat:
         self,
         tokenizer: Any,
         messages: Sequence[Message],
-        tools: Sequence[JsonObject],
+        inputs: TemplateInputs,
         text: str,
         ends: tuple[str, ...],
     ):
-        self.tokenizer, self.messages, self.tools = tokenizer, messages, tools
+        self.tokenizer, self.messages, self.inputs = tokenizer, messages, inputs
         self.text, self.ends = text, ends
         self.notes: list[tuple[str, str]] = []
         self._words = cache(self._find_words)
@@ -341,7 +342,7 @@ class _Chat:
                 silent = {**message, "content": ""}
                 text = self._with(at, silent) or ""
                 chat = [*self.messages[:at], silent, *self.messages[at + 1 :]]
-                calls = _Chat(self.tokenizer, chat, self.tools, text, self.ends)
+                calls = _Chat(self.tokenizer, chat, self.inputs, text, self.ends)
                 stop = _run_end(self.added, self.text, says[1], self.ends) or limit
                 ended = stop <= limit and self.text[:stop].endswith(self.ends)
                 behind = says[0], stop if ended else says[1]
@@ -396,7 +397,7 @@ class _Chat:
         if alone is None:
             return
         yield 0, 0
-        chat = _Chat(self.tokenizer, self.messages[: at + 1], self.tools, alone, self.ends)
+        chat = _Chat(self.tokenizer, self.messages[: at + 1], self.inputs, alone, self.ends)
         if (ours := self._words(at)) and (theirs := chat._words(at)):
             yield ours[1], theirs[1]
 
@@ -457,7 +458,7 @@ class _Chat:
         return self._tried([*self.messages[:at], message, *self.messages[at + 1 :]], False)
 
     def _tried(self, messages: Sequence[Message], generation: bool) -> str | None:
-        return _tried(self.tokenizer, messages, generation, self.tools)
+        return _tried(self.tokenizer, messages, generation, self.inputs)
 
 
 def _same_start(*texts: str) -> int:
@@ -574,20 +575,20 @@ def _shows_content(chat: _Chat, at: int) -> bool:
     return content in chat.text or any(one != chat.text for one in chat._probed(at, whole=True))
 
 
-def shows_tools(tokenizer: Any, messages: Sequence[Message], tools: Sequence[JsonObject]) -> bool:
-    """Returns whether the template shows tools in the prompt that messages make."""
-    text = render(tokenizer, messages, True, tools)
-    names = [(tool.get("function") or tool).get("name") for tool in tools]
+def shows_tools(tokenizer: Any, messages: Sequence[Message], inputs: TemplateInputs) -> bool:
+    """Returns whether the template shows the tools in the prompt that messages make."""
+    text = render(tokenizer, messages, True, inputs)
+    names = [(tool.get("function") or tool).get("name") for tool in inputs.tools]
     if all(isinstance(name, str) and name in text for name in names):
         return True
-    return render(tokenizer, messages, True) != text
+    return render(tokenizer, messages, True, replace(inputs, tools=())) != text
 
 
 def in_form(
     tokenizer: Any,
     messages: Sequence[Message],
     generation: bool,
-    tools: Sequence[JsonObject] = (),
+    inputs: TemplateInputs = NO_INPUTS,
 ) -> list[Message]:
     """Returns the messages with the arguments of tool calls as the template takes them.
 
@@ -605,7 +606,7 @@ def in_form(
     plain = [_with_arguments(message, filled) for message in messages]
     objects = [_with_arguments(message, _as_object) for message in plain]
     texts = [_with_arguments(message, _as_text) for message in objects]
-    by_object, written = _tried(tokenizer, objects, generation, tools), list[Any]()
+    by_object, written = _tried(tokenizer, objects, generation, inputs), list[Any]()
     for message in objects:
         _with_arguments(message, written.append)
     # what Python prints of an object is not JSON
@@ -613,7 +614,7 @@ def in_form(
     refused = by_object is None or any(form in by_object for form in printed)
     if not refused and plain == objects:
         return objects  # spares a rendering
-    by_text = _tried(tokenizer, texts, generation, tools)
+    by_text = _tried(tokenizer, texts, generation, inputs)
     if refused and by_text is not None:
         return [_with_arguments(message, _as_text) for message in plain]
     return plain if by_object is not None and by_object == by_text else objects
@@ -649,7 +650,7 @@ def _rendered(
     tokenizer: Any,
     messages: Sequence[Message],
     generation: bool,
-    tools: Sequence[JsonObject],
+    inputs: TemplateInputs,
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
     """Renders the template's text of messages, and returns it with the parts of it that the
     template marks."""
@@ -667,13 +668,15 @@ def _rendered(
     marks: list[tuple[int, int]] = []
     day = getattr(tokenizer, "chat_date", None) or today()
     try:
-        template = program(tokenizer.get_chat_template(tools=list(tools) or None))
+        tools = list(inputs.tools) or None
+        template = program(tokenizer.get_chat_template(tools=tools))
         with limits(), template.environment.activate_tracker(blocks, marks):
             for block in template.generate(
                 **{
                     **tokenizer.special_tokens_map,
+                    **inputs.arguments,
                     "messages": list(map(_as_templates_read, messages)),
-                    "tools": list(tools) or None,
+                    "tools": tools,
                     "documents": None,
                     "add_generation_prompt": generation,
                     "strftime_now": datetime.fromisoformat(day).strftime,  # at midnight
@@ -688,10 +691,10 @@ def _rendered(
 
 
 def _tried(
-    tokenizer: Any, messages: Sequence[Message], generation: bool, tools: Sequence[JsonObject]
+    tokenizer: Any, messages: Sequence[Message], generation: bool, inputs: TemplateInputs
 ) -> str | None:
     try:
-        return _rendered(tokenizer, messages, generation, tools)[0]
+        return _rendered(tokenizer, messages, generation, inputs)[0]
     except UserError:
         return None
 

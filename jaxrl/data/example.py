@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxrl.process.json_types import JsonObject as JsonObject
+
+if TYPE_CHECKING:  # it imports jax, which the processes of environments do not need
+    from jaxrl.types import TemplateInputs
 
 Split = Literal["train", "eval"]
 CompletionTurns = Literal["last", "all"]
@@ -32,8 +35,8 @@ class Example:
     """Every other field of the row; `task` names the procedural task that made it."""
     document: bool = False
     """A text prompt that the completion simply continues: never wrapped as a chat turn."""
-    tools: tuple[JsonObject, ...] = ()
-    """JSON schemas of tools, which a chat template shows."""
+    inputs: TemplateInputs | None = None
+    """What a chat template reads beside the messages; None: nothing."""
     turns: tuple[Message, ...] = ()
     """A completion of several turns: what follows the prompt, the assistant's turn first and last.
     """
@@ -44,7 +47,9 @@ def fields_of(example: Example) -> frozenset[tuple[object, ...]]:
     its fields that say something, whether it has several calls, and whether there are tools. Empty
     of a text."""
     messages = () if isinstance(example.prompt, str) else example.prompt
-    found: set[tuple[object, ...]] = {("tools",)} if example.tools else set()
+    found: set[tuple[object, ...]] = (
+        {("tools",)} if example.inputs and example.inputs.tools else set()
+    )
     for message in (*messages, *example.turns):
         says = sorted(name for name, value in message.items() if value not in (None, "", [], {}))
         found.add((message["role"], *says, len(message.get("tool_calls") or ()) > 1))

@@ -36,18 +36,15 @@ from jaxrl.data.tokenizer import (
     encode_completion,
     encode_prompt,
     tokens_without_row,
-    tools_of,
     with_opening,
 )
 from jaxrl.errors import UserError, about, near
-from jaxrl.types import Prompt, Rollout, Turn
+from jaxrl.types import NO_INPUTS, Prompt, Rollout, TemplateInputs, Turn
 
 Chat = Literal["auto", "raw"]
 LongPrompts = Literal["drop", "cut"]
 Fit = Literal["whole", "cut", "too long"]
 """How a prompt comes under `max_prompt_tokens`, if it does."""
-SHOWN = ("messages", "tools")
-"""Columns of a prompt in which it has the messages and the tools that a chat template showed."""
 _LONGER = 32
 """So many tokens below the limit, and less, a prompt is measured as it is learned, too."""
 
@@ -195,6 +192,10 @@ class PromptEncoder:
             system = ({"role": "system", "content": self.system_prompt},)
         return (*system, *_turns_of(shots), *prompt)
 
+    def inputs_of(self, example: Example) -> TemplateInputs:
+        """Returns what the chat template reads with the messages of a row."""
+        return example.inputs or NO_INPUTS
+
     def fit(self, example: Example, may_cut: bool = True) -> Fit:
         """Returns whether the prompt is short enough, as it is or cut.
 
@@ -215,12 +216,12 @@ class PromptEncoder:
 
     def length(self, example: Example) -> int:
         """Returns the tokens of the student's prompt, whatever the limits."""
-        return len(encode_prompt(self.tokenizer, self.prompt_of(example), example.tools))
+        return len(encode_prompt(self.tokenizer, self.prompt_of(example), self.inputs_of(example)))
 
     def encode(self, example: Example, prompt_id: int, may_cut: bool = True) -> Prompt | None:
         """Encodes the prompt with its completion; returns None where the prompt is too long."""
         prompt = self.prompt_of(example)
-        tokens = encode_prompt(self.tokenizer, prompt, example.tools)
+        tokens = encode_prompt(self.tokenizer, prompt, self.inputs_of(example))
         found = None
         if len(tokens) <= self.max_prompt_tokens and self._learns(example):
             found = self._encoded(example, prompt)
@@ -246,15 +247,14 @@ class PromptEncoder:
             if self.teacher.late.keys() & set(template_names(self.teacher.template or "")):
                 late, theirs, generation = self._teacher_prompt(example), None, None
         messages = as_messages(prompt)
-        asks = messages and example.tools and "tools" not in self.noted
-        if asks and not shows_tools(self.tokenizer, messages or (), example.tools):
+        asks = messages and self.inputs_of(example).tools and "tools" not in self.noted
+        if asks and not shows_tools(self.tokenizer, messages or (), self.inputs_of(example)):
             self.noted["tools"] = (
                 "the chat template does not show `tools`: prompts are without them. Give the"
                 " model a template that shows tools, write them into the system message, or"
                 " unset data.tools_key"
             )
-        shown = dict(zip(SHOWN, (messages, example.tools), strict=True))
-        columns = {**example.columns, **{name: value for name, value in shown.items() if value}}
+        columns = {**example.columns, **({"messages": messages} if messages else {})}
         text = messages[-1]["content"] if messages else str(example.prompt)
         completion: tuple[int, ...] | None = None
         sampled: tuple[int, ...] | None = None
@@ -287,6 +287,7 @@ class PromptEncoder:
             turns=turns,
             answer=example.answer,
             columns=columns,
+            inputs=self.inputs_of(example),
             conversational=not isinstance(example.prompt, str),
             teacher_tokens=theirs,
             teacher_generation_tokens=(
@@ -304,7 +305,9 @@ class PromptEncoder:
     def _teacher_tokens(self, example: Example) -> tuple[int, ...]:
         assert self.teacher is not None
         prompt = filled(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
-        return encode_prompt(self.teacher.tokenizer or self.tokenizer, prompt, example.tools)
+        return encode_prompt(
+            self.teacher.tokenizer or self.tokenizer, prompt, self.inputs_of(example)
+        )
 
     def _teacher_before(
         self, generation: tuple[int, ...], tokens: Sequence[int]
@@ -340,7 +343,9 @@ class PromptEncoder:
         if not answer or isinstance(prompt, str):
             answer = self._as_text(example)
         try:
-            return encode_completion(self.tokenizer, prompt, answer, eos_ids, example.tools)
+            return encode_completion(
+                self.tokenizer, prompt, answer, eos_ids, self.inputs_of(example)
+            )
         except Unrendered as why:
             if len(example.turns) < 2:
                 raise
@@ -381,7 +386,9 @@ class PromptEncoder:
         """Encodes a chat that the template does not take as a whole, as an episode does: what
         follows a turn is rendered after that turn alone."""
         first, *turns = example.turns
-        found = encode_completion(self.tokenizer, prompt, (first,), eos_ids, example.tools)
+        found = encode_completion(
+            self.tokenizer, prompt, (first,), eos_ids, self.inputs_of(example)
+        )
         tokens, parts, heard = found.completion, [*found.turns], list[Message]()
         for turn in turns:
             if turn["role"] != "assistant":
@@ -411,13 +418,10 @@ class PromptEncoder:
 
 
 def hidden_columns(prompts: Sequence[Prompt], own: Collection[str]) -> set[str]:
-    """Returns those columns of the data (`own`) in whose place prompts have what the template
-    showed, which is a tuple; what a row has of its own is never one."""
-    return {
-        name
-        for name in SHOWN
-        if name in own and any(isinstance(one.columns.get(name), tuple) for one in prompts)
-    }
+    """Returns those columns of the data (`own`) in whose place prompts have the messages that the
+    template showed, which are a tuple; what a row has of its own is never one."""
+    hidden = any(isinstance(one.columns.get("messages"), tuple) for one in prompts)
+    return {"messages"} & set(own) if hidden else set()
 
 
 def few_shot(source: Source, rows: int) -> tuple[Example, ...]:
@@ -509,7 +513,7 @@ def _fitted(
     def tokens(most: int) -> tuple[int, ...]:
         short = {name: text[:most] for name, text in texts.items()}
         asked = filled(prompt.teacher_prompt or "", short)
-        return encode_prompt(tokenizer, asked, tools_of(prompt))
+        return encode_prompt(tokenizer, asked, prompt.inputs)
 
     most = max(map(len, texts.values()))
     found = tokens(most)

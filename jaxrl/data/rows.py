@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxrl.data.example import CompletionTurns, Example, JsonObject, Message
 from jaxrl.errors import UserError, near, short
+from jaxrl.types import TemplateInputs
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
     return Example(
         prompt=prompt,
         completion=text,
-        tools=_tools(row, keys, where),
+        inputs=TemplateInputs(tools) if (tools := _tools(row, keys, where)) else None,
         turns=turns,
         answer=_answer(row, keys, where),
         columns={name: _without_nulls(value) for name, value in row.items() if name not in known},

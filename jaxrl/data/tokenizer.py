@@ -19,8 +19,7 @@ from jaxrl.data.chat_template import CHANNELS, THOUGHTS, has_template, render, w
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
-from jaxrl.process.json_types import JsonObject
-from jaxrl.types import Prompt, Turn
+from jaxrl.types import NO_INPUTS, Prompt, TemplateInputs, Turn
 
 Tokenizer = Any
 """A transformers `PreTrainedTokenizerBase`; Any, because transformers takes seconds to import."""
@@ -109,7 +108,7 @@ def _panics(what: str, text: str | None = None) -> Iterator[None]:
 
 
 def encode_prompt(
-    tokenizer: Tokenizer | None, prompt: PromptLike, tools: Sequence[JsonObject] = ()
+    tokenizer: Tokenizer | None, prompt: PromptLike, inputs: TemplateInputs = NO_INPUTS
 ) -> tuple[int, ...]:
     """Encodes a prompt as tokens, at least one.
 
@@ -117,11 +116,11 @@ def encode_prompt(
         tokenizer: may be None for token ids.
         prompt: text, with the tokenizer's own BOS but no EOS; messages, rendered by the chat
             template up to where the assistant's turn begins; or token ids, taken as they are.
-        tools: JSON schemas that the chat template shows; text and ids have no place for them.
+        inputs: what the chat template reads beside messages; text and ids have no place for it.
     """
     messages = as_messages(prompt)
     if messages is not None:
-        tokens = render_chat(tokenizer, messages, True, tools)
+        tokens = render_chat(tokenizer, messages, True, inputs)
     elif isinstance(prompt, str):
         tokens = encode_text(tokenizer, prompt, eos=False)
     else:
@@ -158,7 +157,7 @@ def encode_completion(
     prompt: PromptLike,
     completion: str | Sequence[Message],
     eos_ids: Sequence[int],
-    tools: Sequence[JsonObject] = (),
+    inputs: TemplateInputs = NO_INPUTS,
 ) -> Encoded:
     """Returns the tokens of a prompt and of the completion that the data have for it.
 
@@ -196,7 +195,7 @@ def encode_completion(
     chat = [*messages, *completion]
     several = sum(message["role"] == "assistant" for message in completion) > 1
     ends = [_spelt(tokenizer, [one]) for one in eos_ids]
-    split = chat_template.split(tokenizer, chat, len(messages), ends, tools, marked=several)
+    split = chat_template.split(tokenizer, chat, len(messages), ends, inputs, marked=several)
     text, last, spaced = split.prompt, len(chat) - 1, adds_space(tokenizer)
     found: tuple[int, ...] = ()
     turns: list[Turn] = []
@@ -295,12 +294,6 @@ def chat_of(prompt: Prompt) -> Sequence[Message] | None:
     return None if messages is None or messages[-1].get("content") != prompt.text else messages
 
 
-def tools_of(prompt: Prompt) -> tuple[JsonObject, ...]:
-    """Returns the JSON schemas of the tools that the chat template shows with a prompt."""
-    tools = prompt.columns.get("tools")
-    return tools if isinstance(tools, tuple) else ()
-
-
 def _messages_of(prompt: Prompt) -> Sequence[Message] | None:
     chat = prompt.columns.get("messages")
     return as_messages(chat) if isinstance(chat, Sequence) else None
@@ -367,8 +360,8 @@ def check_same_prompts(
         UserError: with the place where the two renderings part.
     """
     for prompt in prompts:
-        messages, tools = _messages_of(prompt), tools_of(prompt)
-        if messages is None or encode_prompt(student, messages, tools) != prompt.tokens:
+        messages = _messages_of(prompt)
+        if messages is None or encode_prompt(student, messages, prompt.inputs) != prompt.tokens:
             continue  # no chat, or a text prompt whose row has such a column too
         if not has_template(teacher):
             raise UserError(
@@ -376,7 +369,7 @@ def check_same_prompts(
                 "student's (chat_template.jinja) into the teacher's folder, or set data.chat=raw "
                 "if the data are texts"
             )
-        theirs = encode_prompt(teacher, messages, tools)
+        theirs = encode_prompt(teacher, messages, prompt.inputs)
         if theirs != prompt.tokens:
             texts = _spelt(student, prompt.tokens), _spelt(teacher, theirs)
             at = len(os.path.commonprefix(texts))
@@ -452,10 +445,10 @@ def render_chat(
     tokenizer: Tokenizer | None,
     messages: Sequence[Message],
     add_generation_prompt: bool,
-    tools: Sequence[JsonObject] = (),
+    inputs: TemplateInputs = NO_INPUTS,
 ) -> tuple[int, ...]:
     """Renders messages as tokens with the tokenizer's chat template; raises as `render` does."""
-    return _ids(tokenizer, render(tokenizer, messages, add_generation_prompt, tools))
+    return _ids(tokenizer, render(tokenizer, messages, add_generation_prompt, inputs))
 
 
 def encode_text(tokenizer: Tokenizer | None, text: str, eos: bool = True) -> tuple[int, ...]:

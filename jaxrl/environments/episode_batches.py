@@ -26,7 +26,6 @@ from jaxrl.data.tokenizer import (
     as_messages,
     chat_of,
     encode_prompt,
-    tools_of,
 )
 from jaxrl.environments.environment_pool import EnvironmentPool
 from jaxrl.environments.environment_process import (
@@ -138,7 +137,8 @@ class Episodes:
         begun = [self._encoded(p, batch.firsts.get(i), facts) for i, p in enumerate(prompts)]
         if facts.tools and not self._looked:
             self._looked = True
-            chat, own = chat_of(begun[0]), tools_of(begun[0])
+            chat = chat_of(begun[0])
+            own = prompts[0].inputs
             if chat is None or encode_prompt(self.tokenizer, chat, own) == begun[0].tokens:
                 why = "text prompts have" if chat is None else "the chat template has"
                 self.notify(
@@ -162,8 +162,8 @@ class Episodes:
             return prompt
         given: str | Sequence[Message] = messages if messages is not None else str(first)
         try:
-            tools = (*tools_of(prompt), *facts.tools)
-            tokens = encode_prompt(self.tokenizer, given, tools)
+            inputs = replace(prompt.inputs, tools=(*prompt.inputs.tools, *facts.tools))
+            tokens = encode_prompt(self.tokenizer, given, inputs)
         except UserError as error:
             raise UserError(f"{KEY}: {self.source.text}, prompt {prompt.id}: {error}") from error
         most = self.config.max_prompt_tokens

@@ -31,7 +31,6 @@ from jaxrl.data.tokenizer import (
     encode_text,
     load_tokenizer,
     render_chat,
-    tools_of,
 )
 from jaxrl.errors import UserError, about
 from jaxrl.formats import hf, weights
@@ -42,14 +41,13 @@ from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
 from jaxrl.models.bert import read_json
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import Params
-from jaxrl.process.json_types import JsonObject
 from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport
 from jaxrl.roles.declared import Program
 from jaxrl.roles.run_shapes import RunArrays
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.reshard import put
-from jaxrl.types import Completion, Prompt, Rollout
+from jaxrl.types import NO_INPUTS, Completion, Prompt, Rollout, TemplateInputs
 
 HEAD = "score.weight"
 TEMPLATE_TOKENS = 128
@@ -143,7 +141,7 @@ def render(
     tokenizer: Tokenizer,
     prompt: str | Sequence[Message],
     completion: str,
-    tools: Sequence[JsonObject] = (),
+    inputs: TemplateInputs = NO_INPUTS,
 ) -> tuple[int, ...]:
     """Returns the tokens of a prompt with its completion, by the reward model's own tokenizer and
     template.
@@ -151,7 +149,7 @@ def render(
     Args:
         prompt: chat messages; or a text, which becomes a user message where there is a template and
             is followed by the completion where there is none.
-        tools: JSON schemas that the template shows, as it does to the policy.
+        inputs: what the template reads beside the messages, as the policy's does.
 
     Raises:
         UserError: messages, and no template or one that refuses them.
@@ -162,11 +160,11 @@ def render(
         if not has_template(tokenizer):
             return encode_text(tokenizer, prompt + completion)
         messages = ({"role": "user", "content": prompt},)
-    return encode_chat(tokenizer, [*messages, {"role": "assistant", "content": completion}], tools)
+    return encode_chat(tokenizer, [*messages, {"role": "assistant", "content": completion}], inputs)
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[JsonObject] = ()
+    tokenizer: Tokenizer, messages: Sequence[Message], inputs: TemplateInputs = NO_INPUTS
 ) -> tuple[int, ...]:
     """Returns the tokens of a whole conversation, including the assistant's last turn."""
     if not has_template(tokenizer):
@@ -175,7 +173,7 @@ def encode_chat(
             " chat_template.jinja into its folder"
         )
     with about("the reward model"):
-        return render_chat(tokenizer, messages, False, tools)
+        return render_chat(tokenizer, messages, False, inputs)
 
 
 class RewardScorer:
@@ -325,9 +323,7 @@ class RewardModel:
         were too long and lost their beginning."""
         own = self._scorer.tokenizer
         sequences = [
-            render(
-                own, before_last_turn(prompt, completion), completion.whole_text, tools_of(prompt)
-            )
+            render(own, before_last_turn(prompt, completion), completion.whole_text, prompt.inputs)
             for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
         ]
         with phase("scores"):

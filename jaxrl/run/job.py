@@ -228,7 +228,7 @@ def tools_note(config: Config, train: PromptStream, tokenizer: Tokenizer) -> str
     if config.data.tools_key is None or not (raw or not has_template(tokenizer)):
         return None
     for where, example in train.examples():
-        if example.tools and isinstance(example.prompt, str):
+        if example.inputs and example.inputs.tools and isinstance(example.prompt, str):
             why = "with data.chat=raw" if raw else "for the tokenizer has no chat template"
             return (
                 f"data.train: {where}: its prompt is text, which shows no"

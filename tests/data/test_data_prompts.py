@@ -31,7 +31,7 @@ from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, open_source
 from jaxrl.data.stream import PromptStream, eval_sets
 from jaxrl.errors import UserError
-from jaxrl.types import Completion, Rollout
+from jaxrl.types import Completion, Rollout, TemplateInputs
 
 CHAT = tiny_tokenizer()
 PLAIN = tiny_tokenizer(template=None, eos="<|endoftext|>")
@@ -481,7 +481,7 @@ def test_in_a_chat_it_replaces_the_last_message_or_all_of_them():
 TEMPLATES = {"plain": CHATML, "thinks": THINKS, "opens": OPENS, "opens alone": NO_THOUGHTS}
 ROWS = [
     Example("2+2="),
-    Example("2+2=", "4", tools=(TOOL,)),
+    Example("2+2=", "4", inputs=TemplateInputs((TOOL,))),
     Example((user("a"), {"role": "assistant", "content": "b"}, user("2+2=")), "4"),
 ]
 
@@ -613,7 +613,7 @@ def test_feedback_that_is_too_long_loses_its_end_and_no_row_is_lost():
 def test_the_prompt_of_a_teacher_with_feedback_shows_the_rows_tools():
     tokenizer, template = tokenizer_of(THINKS), TeacherPrompt("{prompt}{feedback}", 400, PLACES)
     encoder = PromptEncoder(tokenizer, 400, 8, teacher=template)
-    prompt = encoder.encode(Example("q", tools=(TOOL,)), 0)
+    prompt = encoder.encode(Example("q", inputs=TemplateInputs((TOOL,))), 0)
     assert "TOOL" in tokenizer.decode(prompt.tokens)
     seen, _ = with_feedback(attempts([prompt], "one"), [""], tokenizer, 400)
     assert seen.prompts[0].teacher_tokens == prompt.tokens

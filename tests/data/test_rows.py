@@ -20,6 +20,7 @@ from jaxrl.data.example import Example
 from jaxrl.data.rows import Keys, to_example
 from jaxrl.data.source import open_source, source_of
 from jaxrl.errors import UserError
+from jaxrl.types import NO_INPUTS
 
 pandas: Any = pytest.importorskip("pandas")
 datasets.disable_progress_bars()
@@ -203,7 +204,12 @@ def test_a_row_is_the_same_in_every_form(tmp_path: Path, form: str, unlike: bool
 
 def spelt(example: Example) -> str:
     """What templates and prompts would show, in which 1 and 1.0 and true differ."""
-    return json.dumps([example.prompt, example.turns, example.tools], sort_keys=True)
+    tools = (example.inputs or NO_INPUTS).tools
+    return json.dumps([example.prompt, example.turns, tools], sort_keys=True)
+
+
+def tools_in(row: Any) -> Any:
+    return (to_example(row, Keys(tools="tools"), "row").inputs or NO_INPUTS).tools
 
 
 # Missing values and numbers
@@ -299,7 +305,7 @@ def test_nulls_that_somebody_wrote_into_arguments_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tools", [None, "", " ", "null", "[]", []])
 def test_tools_that_are_none(tools: Any) -> None:
-    assert to_example({"prompt": "a", "tools": tools}, Keys(tools="tools"), "row").tools == ()
+    assert tools_in({"prompt": "a", "tools": tools}) == ()
 
 
 def test_a_greeting_that_begins_a_chat_is_prompt() -> None:
@@ -317,9 +323,8 @@ def test_tools_that_a_table_wrote_as_json_have_no_nulls_of_others(tmp_path: Path
     row = {"prompt": "a", "tools": tools}
     leaked = pa.Table.from_pylist([row]).to_pylist()
     assert leaked[0]["tools"][0]["function"]["parameters"]["properties"]["a"] is None
-    keys = Keys(tools="tools")
-    assert to_example(leaked[0], keys, "row").tools[:3] == tuple(TOOLS)
-    assert to_example(row, keys, "row").tools == tuple(tools)
+    assert tools_in(leaked[0])[:3] == tuple(TOOLS)
+    assert tools_in(row) == tuple(tools)
 
 
 # Shapes of a row

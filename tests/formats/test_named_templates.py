@@ -24,6 +24,7 @@ from jaxrl.formats import hf, peft, weights
 from jaxrl.formats.hf import save_tokenizer
 from jaxrl.models.lora import Lora
 from jaxrl.teacher.protocol import Info
+from jaxrl.types import TemplateInputs
 
 WITH_TOOLS = "{{ 'TOOLS ' + (tools | length | string) + '\n' }}" + CHATML
 BOTH = {"default": CHATML, "tool_use": WITH_TOOLS}
@@ -83,7 +84,7 @@ def test_a_chat_with_tools_is_rendered_by_the_template_for_tools(model: Path) ->
     tokenizer = load_tokenizer(model)
     assert tokenizer is not None
     for tools in ((), (TOOL,)):
-        text = tokenizer.decode(encode_prompt(tokenizer, CHAT, tools))
+        text = tokenizer.decode(encode_prompt(tokenizer, CHAT, TemplateInputs(tools)))
         assert text == shown(model, tools=list(tools) or None, add_generation_prompt=True)
 
 

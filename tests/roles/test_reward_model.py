@@ -37,7 +37,7 @@ from jaxrl.roles.reward import (
     score,
     score_batch,
 )
-from jaxrl.types import Completion, Prompt, Rollout, Sequences
+from jaxrl.types import Completion, Prompt, Rollout, Sequences, TemplateInputs
 
 REFERENCES = Path(__file__).parent.parent / "references"
 EXPECTED = np.load(REFERENCES / "encoders.npz")
@@ -144,7 +144,9 @@ def test_the_model_reads_the_tools_that_the_policy_reads() -> None:
         return np.zeros(len(sequences), np.float32), 0
 
     model: Any = SimpleNamespace(_scorer=SimpleNamespace(tokenizer=tokenizer, score=scored))
-    prompt = PromptEncoder(tokenizer, 400, 8).encode(Example("q", tools=(TOOL,)), 0)
+    prompt = PromptEncoder(tokenizer, 400, 8).encode(
+        Example("q", inputs=TemplateInputs((TOOL,))), 0
+    )
     assert prompt is not None
     empty = np.zeros(0, np.float32)
     completions = [[Completion((5,), empty, empty, "stop", "yo")]]
