@@ -22,7 +22,7 @@ from jaxrl.checkpoint.writer import load_arrays
 from jaxrl.config import yaml_text
 from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.config.schema import Config
-from jaxrl.data.chat_template import dated
+from jaxrl.data.chat_template import dated, with_end_ids
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError, about, user_path
 from jaxrl.formats import hf, hub, peft, weights
@@ -403,7 +403,7 @@ class Model:
         if path is None:
             return None
         day = None if run is None else chat_date_of(yaml_text.read_mapping(run))
-        return dated(load_tokenizer(path), day)
+        return dated(with_end_ids(load_tokenizer(path), self.config.eos_ids), day)
 
     def logits(
         self, tokens: Int[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date, datetime
@@ -22,6 +22,7 @@ import numpy as np
 from jinja2 import TemplateRuntimeError
 
 from jaxrl.data.example import Message
+from jaxrl.data.spelled_tokens import marked, unmarked
 from jaxrl.errors import UserError
 from jaxrl.process.json_types import JsonObject
 from jaxrl.types import NO_INPUTS, TemplateInputs
@@ -154,6 +155,78 @@ def has_template(tokenizer: Any) -> bool:
     return tokenizer is not None and bool(tokenizer.chat_template)
 
 
+def with_end_ids(tokenizer: Any, ids: Iterable[int]) -> Any:
+    """Returns the tokenizer, which from now on knows that these tokens end turns, too: a model's
+    config may state others than its tokenizer."""
+    if tokenizer is not None:
+        tokenizer.end_ids = frozenset(ids) | getattr(tokenizer, "end_ids", frozenset())
+    return tokenizer
+
+
+def turn_tokens(tokenizer: Any) -> frozenset[str]:
+    """Returns the texts of the added tokens that make the structure of a chat: BOS, padding, what
+    ends a turn, and what the template writes around messages. Tags of thoughts and of calls, which
+    stand within a turn, are none."""
+    ends: frozenset[int] = getattr(tokenizer, "end_ids", frozenset())
+    named = tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token
+    return _turn_tokens(tokenizer, str(tokenizer.chat_template or ""), ends, named)
+
+
+_WORD = "Q7Z"
+_ASKS, _SAYS, _RULES = (
+    {"role": role, "content": _WORD} for role in ("user", "assistant", "system")
+)
+_CALL = {"name": "look", "arguments": {"at": _WORD}}
+_CALLS = {**_SAYS, "tool_calls": [{"id": "call00001", "type": "function", "function": _CALL}]}
+_HEARS = {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": _WORD}
+_LOOK = {"name": "look", "description": _WORD, "parameters": {"type": "object", "properties": {}}}
+_TOOLS = TemplateInputs(({"type": "function", "function": _LOOK},))
+
+
+@lru_cache(16)
+def _turn_tokens(
+    tokenizer: Any, template: str, ends: frozenset[int], named: tuple[str | None, ...]
+) -> frozenset[str]:
+    added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+    tags = [*THOUGHTS, *THOUGHTS.values()]
+    possible = [token for token in added if not any(token in tag for tag in tags)]
+
+    def text(*chat: Message) -> str:
+        inputs = _TOOLS if _CALLS in chat else NO_INPUTS
+        messages = in_form(tokenizer, chat, False, inputs) if template else ()
+        return _tried(tokenizer, messages, False, inputs) or ""
+
+    def within(text: str) -> set[str]:
+        return {token for token in possible if token in text}
+
+    found = {*named, *tokenizer.convert_ids_to_tokens(sorted(ends))} & added.keys()
+    # The last turn of the assistant may have more: tags of thoughts with names of the model's own.
+    found |= within(text(_RULES, _ASKS) + text(_ASKS, _SAYS, _ASKS))
+    found |= within(text(_ASKS, _SAYS).rpartition(_WORD)[2])
+    calls, hears = text(_ASKS, _CALLS), text(_ASKS, _CALLS, _HEARS)
+    at = _same_start(calls, hears)
+    answers = within(hears[at:]) - within(calls[calls.find(_WORD) : at])
+    found |= {token for token in answers if added[token]}
+
+    def is_name(token: str) -> bool:  # some vocabularies have runs of spaces, or words, as such
+        return len(token) > 1 and any(map(str.isalpha, token)) and not token.strip().isalnum()
+
+    return frozenset(filter(is_name, found))
+
+
+def _formed(
+    tokenizer: Any, messages: Sequence[Message], generation: bool, inputs: TemplateInputs
+) -> tuple[list[Message], TemplateInputs]:
+    """Returns what is rendered: calls in the template's form, and spellings of turn tokens
+    marked."""
+    if not has_template(tokenizer):
+        return list(messages), inputs  # refused where they are rendered
+    tokens = turn_tokens(tokenizer)
+    tools, arguments = marked(inputs.tools, tokens), marked(inputs.arguments, tokens)
+    formed: list[Message] = marked(in_form(tokenizer, messages, generation, inputs), tokens)
+    return formed, TemplateInputs(tuple(tools), arguments)
+
+
 def render(
     tokenizer: Any,
     messages: Sequence[Message],
@@ -166,10 +239,14 @@ def render(
         generation: whether the text goes on to where the assistant's next turn begins.
         inputs: what the template reads beside the messages.
 
+    Returns:
+        The text, in which the spellings of `turn_tokens` in messages are marked
+        (`data.spelled_tokens`).
+
     Raises:
         UserError: no template, or one that refuses the messages or does not end.
     """
-    messages = in_form(tokenizer, messages, generation, inputs)
+    messages, inputs = _formed(tokenizer, messages, generation, inputs)
     return _rendered(tokenizer, messages, generation, inputs)[0]
 
 
@@ -200,7 +277,7 @@ def split(
             text in which the turns cannot be told apart.
         Unrendered: a template that refuses the chat, or leaves out messages after the prompt.
     """
-    messages = in_form(tokenizer, messages, False, inputs)
+    messages, inputs = _formed(tokenizer, messages, False, inputs)
     text, marks = _rendered(tokenizer, messages, False, inputs)
     chat = _Chat(tokenizer, messages, inputs, text, tuple(ends))
     notes: list[tuple[str, str]] = []
@@ -234,7 +311,7 @@ def split(
         text[:begins],
         tuple(piece for piece in pieces[1:] if piece.text),
         chat.generation_prompt == text[:begins],
-        tuple(notes),
+        tuple((kind, unmarked(note)) for kind, note in notes),
     )
 
 
@@ -554,8 +631,8 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
             note("content", at, f"{lost} learned without it")
         else:
             raise UserError(
-                f"message {at}: the chat template does not render the answer {said[:40]!r}:"
-                " give the model a template of whole chats"
+                f"message {at}: the chat template does not render the answer"
+                f" {unmarked(said[:40])!r}: give the model a template of whole chats"
             )
     for at, message in enumerate(chat.messages[: learned[0]]):
         if message.get("tool_calls") and not _shows(chat, at, ("tool_calls",)):
@@ -685,7 +762,7 @@ def _rendered(
                 blocks.append(block)
     except Exception as error:  # a template is a program that comes with the model
         roles = ", ".join(str(message.get("role")) for message in messages)
-        why = " ".join(str(error).split())[:300] or type(error).__name__
+        why = unmarked(" ".join(str(error).split())[:300]) or type(error).__name__
         raise Unrendered(f"the chat template refuses messages of {roles}: {why}") from error
     return "".join(blocks), tuple(marks)
 

@@ -21,6 +21,7 @@ from jaxrl.data.chat_template import (
     has_template,
     opening_of,
     shows_tools,
+    with_end_ids,
 )
 from jaxrl.data.example import Example, Message
 from jaxrl.data.rows import KEYS, Keys, listed
@@ -151,6 +152,7 @@ class PromptEncoder:
     def __post_init__(self) -> None:
         if self.tokenizer is None:
             raise UserError("data: prompts need a tokenizer, and the student's folder has none")
+        with_end_ids(self.tokenizer, self.eos_ids)
         if self.system_prompt is not None and not has_template(self.tokenizer):
             raise UserError(
                 "data.system_prompt is set, but the student's tokenizer has no chat template to "

@@ -15,8 +15,16 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data import chat_template
-from jaxrl.data.chat_template import CHANNELS, THOUGHTS, has_template, render, without_end
+from jaxrl.data.chat_template import (
+    CHANNELS,
+    has_template,
+    render,
+    turn_tokens,
+    with_end_ids,
+    without_end,
+)
 from jaxrl.data.example import Message
+from jaxrl.data.spelled_tokens import MARK, encode_marked
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
 from jaxrl.types import NO_INPUTS, Prompt, TemplateInputs, Turn
@@ -162,14 +170,15 @@ def encode_completion(
     """Returns the tokens of a prompt and of the completion that the data have for it.
 
     Their text is that of the whole: of a chat the template's (`data.chat_template.split`), up to
-    the EOS that ends the last turn.
+    the EOS that ends the last turn. After a text it is the whole completion, in which the tokens
+    that it spells are tokens.
 
     Args:
-        completion: text, which after a chat is a turn of the assistant; or, after a chat, the
-            messages themselves, of which those of the assistant are learned, the first and the last
-            among them.
-        eos_ids: what ends a completion; where none follows it, the tokenizer's own or else the
-            first is added.
+        completion: text, which after a chat is a turn of the assistant, whose end it may spell; or,
+            after a chat, the messages themselves, of which those of the assistant are learned, the
+            first and the last among them.
+        eos_ids: what ends a completion; where it does not end with one, the tokenizer's own or else
+            the first is added.
 
     Raises:
         UserError: no EOS, or a chat template that refuses the chat or leaves out its tool calls.
@@ -178,8 +187,9 @@ def encode_completion(
         raise UserError(
             "completions need an EOS token: the model's config and its tokenizer name none"
         )
-    messages, own = as_messages(prompt), tokenizer.eos_token_id
+    messages, own = as_messages(prompt), with_end_ids(tokenizer, eos_ids).eos_token_id
     end = own if own in eos_ids else eos_ids[0]
+    ends = [_spelt(tokenizer, [one]) for one in eos_ids]
     if messages is None:
         assert isinstance(completion, str), "messages follow messages"
         head, whole = encode_prompt(tokenizer, prompt), tuple[int, ...]()
@@ -187,14 +197,14 @@ def encode_completion(
             whole = encode_text(tokenizer, prompt + completion, eos=False)
         merged = not whole or whole[: len(head)] != head
         tokens = encode_after(tokenizer, completion) if merged else whole[len(head) :]
-        ended = next((n for n, token in enumerate(tokens, 1) if token in eos_ids), None)
-        tokens = (*tokens, end) if ended is None else tokens[:ended]
+        last = max((n for n, token in enumerate(tokens) if token in eos_ids), default=-1)
+        if last < 0 or _spelt(tokenizer, tokens[last + 1 :]).strip():
+            tokens = (*tokens, end)
         return Encoded(head, tokens, (Turn("assistant", len(tokens), completion),), True)
     if isinstance(completion, str):
-        completion = [{"role": "assistant", "content": completion}]
+        completion = [{"role": "assistant", "content": _without_end(completion, ends)}]
     chat = [*messages, *completion]
     several = sum(message["role"] == "assistant" for message in completion) > 1
-    ends = [_spelt(tokenizer, [one]) for one in eos_ids]
     split = chat_template.split(tokenizer, chat, len(messages), ends, inputs, marked=several)
     text, last, spaced = split.prompt, len(chat) - 1, adds_space(tokenizer)
     found: tuple[int, ...] = ()
@@ -225,6 +235,13 @@ def encode_completion(
         turns[-1] = replace(turns[-1], tokens=turns[-1].tokens + 1)
     prompt_tokens = _ids(tokenizer, split.prompt)
     return Encoded(prompt_tokens, found, tuple(turns), split.generation, split.notes)
+
+
+def _without_end(text: str, ends: Iterable[str]) -> str:
+    """Returns a text without the token at its end that ends a turn: a template writes it itself."""
+    written = text.rstrip()
+    end = next((end for end in ends if end and written.endswith(end)), None)
+    return text if end is None else written.removesuffix(end)
 
 
 def encode_after(tokenizer: Tokenizer, text: str, before: str = "") -> tuple[int, ...]:
@@ -261,22 +278,20 @@ def decode_text(
     """Decodes tokens to text; "" without a tokenizer.
 
     Args:
-        special: with all special tokens; else with those alone that tags of thoughts consist of,
-            which other families have as text.
+        special: with all tokens; else without those of the turns (`turn_tokens`), except those that
+            tags of thoughts consist of, which other families have as text.
     """
     if tokenizer is None:
         return ""
-    left_out = frozenset[int]() if special else _left_out(tokenizer)
+    left_out = frozenset[int]() if special else _ids_of(tokenizer, turn_tokens(tokenizer))
     kept = [token for token in map(int, tokens) if token not in left_out]
     return tokenizer.decode(kept, skip_special_tokens=False)
 
 
-@lru_cache(8)
-def _left_out(tokenizer: Tokenizer) -> frozenset[int]:
-    tags = [*THOUGHTS, *THOUGHTS.values(), *CHANNELS]
-    added = tokenizer.added_tokens_decoder.items()
-    hidden = (i for i, one in added if one.special and not any(one.content in tag for tag in tags))
-    return frozenset(hidden)
+@lru_cache(16)
+def _ids_of(tokenizer: Tokenizer, names: frozenset[str]) -> frozenset[int]:
+    hidden = [name for name in names if not any(name in tag for tag in CHANNELS)]
+    return frozenset(tokenizer.convert_tokens_to_ids(hidden))
 
 
 def as_messages(prompt: PromptLike) -> Sequence[Message] | None:
@@ -470,8 +485,11 @@ def encode_text(tokenizer: Tokenizer | None, text: str, eos: bool = True) -> tup
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Encodes a text as tokens as it is, including special ones that it spells out."""
+    """Encodes a text as tokens as it is, including special ones that it spells out, but for those
+    that a chat's text has marked (`data.spelled_tokens`)."""
     with _panics("cannot split", text):
+        if MARK in text:
+            return encode_marked(tokenizer, text, turn_tokens(tokenizer))
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

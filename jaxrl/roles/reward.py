@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrl.config.schema import Config
-from jaxrl.data.chat_template import dated, has_template
+from jaxrl.data.chat_template import dated, has_template, with_end_ids
 from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import (
     Tokenizer,
@@ -106,7 +106,7 @@ def tokenizer_of_reward(source: RewardSource) -> Tokenizer:
     Raises:
         UserError: it has none, or one with tokens that its embedding has no row for.
     """
-    tokenizer: Tokenizer = load_tokenizer(source.path)
+    tokenizer: Tokenizer = with_end_ids(load_tokenizer(source.path), source.config.eos_ids)
     if tokenizer is None:
         raise UserError(f"reward model {source.name!r}: no tokenizer.json in {source.path}")
     check_every_token(tokenizer, source.config.vocab_size, f"reward model {source.name!r}")

@@ -21,7 +21,7 @@ from jaxrl.checkpoint.model_source import ModelSource, resolve_model, resolve_st
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
-from jaxrl.data.chat_template import dated, has_template, opening_of
+from jaxrl.data.chat_template import dated, has_template, opening_of, with_end_ids
 from jaxrl.data.example import Example, Split
 from jaxrl.data.prompt_encoder import (
     PLACES,
@@ -83,7 +83,9 @@ TWICE = " (by default they are twice the student's)"
 def tokenizer_of(source: ModelSource | ScoreCache, chat_date: str | None = None) -> Tokenizer:
     """Returns the transformers tokenizer, or None if the checkpoint has none."""
     path = source.tokenizer_path
-    return None if path is None else dated(tokenizers.load_tokenizer(path), chat_date)
+    if path is None:
+        return None
+    return dated(with_end_ids(tokenizers.load_tokenizer(path), source.config.eos_ids), chat_date)
 
 
 def end_ids(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...]:

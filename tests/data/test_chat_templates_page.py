@@ -58,6 +58,7 @@ def texts() -> dict[str, str]:
         "last": marked(THINKS, ASK, SO, MORE, SIX),
         "all": marked(ENDS, ASK, FOUR, MORE, SIX, turns="all"),
         "marks": marked(MARKS, ASK, FOUR, MORE, SIX, turns="all"),
+        "spelled": marked(CHATML, ASK, {**FOUR, "content": "It ends with <|im_end|> here."}),
     }
 
 

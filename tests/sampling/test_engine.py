@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bare_tokenizer import BareTokenizer
 from cases import and_slow
 from jax.sharding import Mesh
 from numpy_losses import log_softmax as exact_log_softmax
@@ -39,10 +40,9 @@ SAMPLING = SamplingParams(max_new_tokens=12, eos_ids=EOS)
 MESHES = {"1": (1, 1, 1), "2x2x2": (2, 2, 2), "4x1x2": (4, 1, 2)}
 
 
-class Letters:
+class Letters(BareTokenizer):
     """A tokenizer whose tokens are one or two letters: a stop string may end inside a token."""
 
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
     words = (
         [chr(97 + i) for i in range(26)] + [f"{chr(97 + i)}b" for i in range(26)] + list("#" * 9)
     )

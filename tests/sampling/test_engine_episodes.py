@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from bare_tokenizer import BareTokenizer
 from cases import and_slow
 from tiny_models import SAMPLED, random_params
 from tokenizers import AddedToken
@@ -41,10 +42,8 @@ SAMPLING = SamplingParams(max_new_tokens=40, eos_ids=(3, 7, 11))
 N, MOST_TURNS = 2, 4
 
 
-class Letters:
+class Letters(BareTokenizer):
     """A tokenizer with a character for each token."""
-
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
         return "".join(chr(64 + token) for token in tokens)
@@ -258,20 +257,25 @@ def test_stop_strings_end_turns() -> None:
 def test_an_environment_reads_special_tokens(
     stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Marks of tool calls and thoughts are some; other readers get the text without them."""
+    """Other readers get the text without those of the turns, here two of them."""
 
     def decode(self: Letters, token_ids: Any, **kwargs: Any) -> str:
-        return "".join(f"<{i}>" if i % 4 == 1 else plain(self, [i]) for i in token_ids)
+        return "".join(f"<t{i}>" if i % 4 == 1 else plain(self, [i]) for i in token_ids)
 
     plain = Letters.decode
-    special = {i: AddedToken(f"<{i}>", special=True) for i in range(1, 61, 4)}
+    special = {i: AddedToken(f"<t{i}>", special=True) for i in range(1, 61, 4)}
     monkeypatch.setattr(Letters, "decode", decode)
     monkeypatch.setattr(Letters, "added_tokens_decoder", special)
+    monkeypatch.setattr(Letters, "bos_token", "<t1>")
+    monkeypatch.setattr(Letters, "end_ids", frozenset([9]), raising=False)
     partner = Words()
     completions = play(partner, sampling=replace(SAMPLING, stop=stop))
     assert any("<" in text for text, _, _ in partner.asked) != ("<" in stop)
     assert not any(word in text for text, _, _ in partner.asked for word in stop)
-    assert not any("<" in turn.text for c in completions for turn in c.turns)
+    seen = "".join(turn.text for c in completions for turn in c.turns)
+    heard = "".join(text for text, _, _ in partner.asked)
+    assert not any(own in seen for own in ("<t1>", "<t9>"))
+    assert stop or ("<t1>" in heard and "<t13>" in seen)
 
 
 def test_a_turn_begins_in_the_thoughts_that_are_opened_just_before_it(

