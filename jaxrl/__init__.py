@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
+    # `python -m jaxrl.COMMAND` looks for libraries in the working directory first, where a file
+    # json.py would be run in place of the library; `jaxrl COMMAND` does not look there.
+    here, ours = sys.path.pop(0), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if here == ours and here not in sys.path:  # a source tree that is not installed
+        sys.path.append(here)
+
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec

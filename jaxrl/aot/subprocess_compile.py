@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
+from jaxrl.process.child_python import python_command
+
 T = TypeVar("T")
-START = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer);"
-    " from jaxrl.aot.subprocess_compile import answer; answer()"
-)
+START = "from jaxrl.aot.subprocess_compile import answer; answer()"
 FATAL = re.compile(r"F\d{4}.*?\] *(.*)")
 """A fatal error in the log of C++; the group is its text."""
 
@@ -45,13 +44,13 @@ def apart(ended: threading.Event, work: Callable[..., Iterable[T]], *args: objec
     """
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(
-            [sys.executable, "-c", START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            python_command(START), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
         )
         assert child.stdin is not None and child.stdout is not None
         threading.Thread(target=_kill, args=(child, ended), daemon=True).start()
         try:
             with suppress(BrokenPipeError):  # it may end before it reads
-                child.stdin.write(pickle.dumps(sys.path) + pickle.dumps((work, args)))
+                child.stdin.write(pickle.dumps((work, args)))
                 child.stdin.flush()
             while True:
                 try:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxrl.errors import UserError, near, user_path
+from jaxrl.process.child_python import look_in, working_directory_too
 
 PYTHON = "python:"
 """Begins the name that a config has for an object of a Python program."""
@@ -106,7 +107,7 @@ def load_object(text: str, kind: str = "") -> Any:
     if not place or not name.isidentifier():
         raise UserError(f"{text!r} must be path/to/file.py:NAME or package.module:NAME")
     try:
-        module = _from_file(Path(place)) if is_file(place) else importlib.import_module(place)
+        module = _from_file(Path(place)) if is_file(place) else _by_name(place)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -148,6 +149,11 @@ def load_source(source: CodeSource, key: str, kind: str) -> Any:
         raise UserError(f"{key}: {error}") from error.__cause__
 
 
+def _by_name(name: str) -> ModuleType:
+    working_directory_too()
+    return importlib.import_module(name)
+
+
 def _from_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
@@ -158,8 +164,7 @@ def _from_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is not a Python file: its name must end with .py")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # for modules beside the file
+    look_in([str(path.parent)])  # for modules beside the file
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

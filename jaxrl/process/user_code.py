@@ -16,7 +16,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,13 +29,11 @@ from typing import Any, Generic, Literal, NotRequired, Self, TypedDict, TypeVar,
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from jaxrl.errors import RunError, UserError, short
+from jaxrl.process.child_python import program_paths, python_command, users_environment
 from jaxrl.process.user_process import CELL, LENGTH, MOST_BYTES, Trouble, family, kill_family
 from jaxrl.process.wall_clock import wall_clock
 
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-    " from jaxrl.process.user_process import main; main(*sys.argv[2:4], *map(int, sys.argv[4:]))"
-)
+BOOT = "from jaxrl.process.user_process import main; main(*sys.argv[1:4], *map(int, sys.argv[4:]))"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 """The accelerators are the roles'."""
 OURS = os.path.join("process", "user_process.py")
@@ -167,15 +164,14 @@ class UserProcess:
         self._shared.write(bytes(CELL))
         self._shared.flush()
         shared = self._shared.fileno()
-        paths = json.dumps([str(path) for path in sys.path])
         numbers = [str(number) for number in (shared, os.getpid(), max_processes)]
         self._guard = subprocess.Popen(
-            [sys.executable, "-c", BOOT, paths, service, section, *numbers],
+            python_command(BOOT, service, section, json.dumps(program_paths()), *numbers),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             pass_fds=(shared,),
-            env={**os.environ, **ENVIRONMENT},
+            env={**users_environment(), **ENVIRONMENT},
             start_new_session=True,
         )
         self._pipes: list[Any] = [self._guard.stdin, self._guard.stdout]

@@ -156,7 +156,9 @@ Answerer = Callable[..., Awaitable[None]]
 where the run is to end."""
 
 
-def main(service: str, section: str, shared: int, parent: int, max_processes: int) -> None:
+def main(
+    service: str, section: str, paths: str, shared: int, parent: int, max_processes: int
+) -> None:
     """Calls come on standard input, answers go to standard output.
 
     Args:
@@ -164,6 +166,7 @@ def main(service: str, section: str, shared: int, parent: int, max_processes: in
             `ready` with what the run must know of it, and returns an `Answerer`. It raises
             UserError where the code cannot be loaded. `first`: whether the run knows nothing yet.
         section: of the config, for messages.
+        paths: where the run looks for modules, as JSON; the user's are found as in the run.
         shared: descriptor of the file that begins with the cell, and gets the Python stack at a
             crash, or at SIGUSR1.
         parent: process id of the run.
@@ -171,6 +174,7 @@ def main(service: str, section: str, shared: int, parent: int, max_processes: in
     """
     sys.argv = [f"jaxrl-{section}"]
     load = import_module(service).load
+    sys.path[:] = json.loads(paths)
     calls, answers = os.dup(0), os.dup(1)  # a program that is started below inherits no copy
     os.set_inheritable(shared, False)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.child_python import look_in
 from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.gpu_memory import take_share
 from jaxrl.process.streams import to_stderr
@@ -142,9 +143,15 @@ class _Worker(LocalWorker):
 class WorkerServer:
     """A process of a pool. Every method may be called from any thread."""
 
-    def __init__(self, name: str, rank: int, cwd: str, store: Store):
-        """Takes a name that is the same after a restart, the driver's working directory, and what
-        puts arrays where other processes can fetch them."""
+    def __init__(self, name: str, rank: int, cwd: str, paths: Sequence[str], store: Store):
+        """
+        Args:
+            name: the same after a restart.
+            cwd: the driver's working directory.
+            paths: where the driver looks for modules; here after all other places.
+            store: puts arrays where other processes can fetch them.
+        """
+        look_in(paths)
         if os.path.isdir(cwd):  # relative paths refer to it
             os.chdir(cwd)
         take_share()

@@ -150,7 +150,7 @@ if sys.argv[1] == "driver":
     prepare_run(Config.load(None, sys.argv[2:]))
 else:
     from jaxrl.runtime.role_server import WorkerServer
-    WorkerServer(sys.argv[1], 1, ".", None)
+    WorkerServer(sys.argv[1], 1, ".", (), None)
 print(os.environ.get("XLA_FLAGS", ""))
 """
 

@@ -12,7 +12,7 @@ from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES
 from jaxrl.runtime.role_server import WorkerServer
 
 rank, port = map(int, sys.argv[1:])
-server = WorkerServer(f"actor.{rank}", rank, ".", lambda array: array)
+server = WorkerServer(f"actor.{rank}", rank, ".", (), lambda array: array)
 server.join(f"127.0.0.1:{port}", 2, 2, 60.0)
 info = server.info()
 print(jax.process_index(), len(info.devices), jax.device_count(), CUDA_VISIBLE_DEVICES.value)

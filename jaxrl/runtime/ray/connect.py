@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
@@ -28,6 +28,7 @@ import jax
 
 from jaxrl.config.settings import RayConfig
 from jaxrl.errors import RunError, UserError, counted
+from jaxrl.process.child_python import PACKAGE_HOME
 from jaxrl.process.gpu_memory import given_share
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.cluster import (
@@ -204,7 +205,11 @@ def join(address: str | None, devices: int) -> None:
             there = local_cluster.start(options, _variables)
         with _shown_token():
             ray.init(
-                there, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.CRITICAL
+                there,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+                job_config=_job(ray),
             )
     except BaseException as error:
         leave(answers=False)
@@ -221,6 +226,22 @@ def join(address: str | None, devices: int) -> None:
             for number, handler in handlers.items():
                 signal.signal(number, handler)  # Ray has one of its own for SIGTERM
     leave_at_exit()
+
+
+class _NoPaths(list[str]):
+    def extend(self, paths: Iterable[str]) -> None:
+        """Adds nothing."""
+
+
+def _job(ray: ModuleType) -> Any:
+    """Returns the settings of a job whose workers do not look for libraries in the driver's working
+    directory first, nor in the folder of its program, as Ray has it. `WorkerServer` looks there
+    last. None, which is as Ray has it, where one of the two has this package."""
+    if PACKAGE_HOME in (os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))):
+        return None
+    job = ray.job_config.JobConfig()
+    job._py_driver_sys_path = _NoPaths()
+    return job
 
 
 def import_ray(address: str | None) -> ModuleType:

@@ -30,6 +30,7 @@ from pathlib import Path
 import psutil
 
 from jaxrl.errors import RunError
+from jaxrl.process.child_python import SAFE, python_command
 from jaxrl.process.interrupt import left_behind
 from jaxrl.runtime.worker import POLL_S
 
@@ -104,8 +105,8 @@ def start(options: Mapping[str, object], environment: Mapping[str, str]) -> str:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, asking)
     try:
         head = subprocess.Popen(
-            [sys.executable, "-c", HEAD, json.dumps(options), str(os.getpid())],
-            env={**os.environ, **LOOPBACK, **environment},
+            python_command(HEAD, json.dumps(options), str(os.getpid())),
+            env={**os.environ, **SAFE, **LOOPBACK, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

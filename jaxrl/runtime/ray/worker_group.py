@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl.config.settings import RayConfig
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.child_python import SAFE, program_paths
 from jaxrl.process.compilations import Compilations
 from jaxrl.process.json_types import Keywords
 from jaxrl.process.wall_clock import wall_clock
@@ -282,6 +283,7 @@ class RayWorkerGroup:
         slot = pool.process_slots[rank]
         env = {
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            **SAFE,
             **self._environment,
             **worker_variables(slot, self._kind, self._placement),
         }
@@ -294,7 +296,8 @@ class RayWorkerGroup:
             ),
             runtime_env={"env_vars": env, **python_on(slot.host.id)},
         )
-        return actor.remote(pool.label(rank), rank, os.getcwd(), ray.put)
+        folders = os.getcwd(), program_paths()
+        return actor.remote(pool.label(rank), rank, *folders, ray.put)
 
     def _verify(self) -> None:
         """Raises unless each process sees as many devices as it was given, no device serves two,
