@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,13 +73,14 @@ def make_optimizer(
         "adam": lambda: optax.adam(rate, c.b1, c.b2, c.eps, 0.0, average),
         "sgd": lambda: optax.sgd(rate, c.b1 or None, accumulator_dtype=average),
         "lion": lambda: optax.lion(rate, c.b1, c.b2, average, c.weight_decay, decayed),
-        # With a learning rate of its own, optax's adafactor would leave the decay unscaled by it.
+        # The chain of optax's adafactor, but each matrix by itself, and the decay scaled by the
+        # learning rate.
         "adafactor": lambda: optax.chain(
-            optax.adafactor(
-                None,
-                multiply_by_parameter_scale=False,
-                weight_decay_rate=c.weight_decay or None,
-                weight_decay_mask=decayed,
+            optax.chain(
+                factored_by_matrix(),
+                optax.stateless(_clipped_by_matrix),
+                *([optax.add_decayed_weights(c.weight_decay, decayed)] if c.weight_decay else []),
+                optax.scale(-1),
             ),
             optax.scale_by_learning_rate(rate, flip_sign=False),
         ),
@@ -101,6 +103,79 @@ def make_optimizer(
     return in_float32(optax.chain(*clip, makers[c.name]()), moment_dtype)
 
 
+def stacked_dims(params: Tree) -> list[int]:
+    """Returns how many leading dims of each leaf count layers and experts, as [leaves]: what comes
+    after them is one matrix or vector of a model whose layers are apart."""
+    layers = params.get("layers") if isinstance(params, dict) else None
+    paths = [
+        [getattr(key, "key", "") for key in path]
+        for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
+    ]
+    return [
+        (path[:1] == ["layers"]) * (("experts" in path) + (not isinstance(layers, list)))
+        for path in paths
+    ]
+
+
+def factored_by_matrix() -> optax.GradientTransformation:
+    """Returns optax's `scale_by_factored_rms`, each matrix by itself. Its state is as optax has it
+    of arrays whose two largest dims are those of their matrices."""
+    inner = optax.scale_by_factored_rms()
+
+    def axes_of(leaf: Array, dims: int) -> optax.FactoredState:
+        """Returns the axis that counts matrices in each part of a leaf's state, None where that
+        part is a placeholder."""
+        matrix = jax.ShapeDtypeStruct(leaf.shape[dims:], leaf.dtype)
+        factored = jax.eval_shape(inner.init, matrix).v.shape != matrix.shape
+        row = 0 if factored else None
+        return optax.FactoredState(None, row, row, None if factored else 0)
+
+    def assembled(count: Array, tree: Any, states: list[optax.FactoredState]) -> Tree:
+        parts = zip(*((s.v_row, s.v_col, s.v) for s in states), strict=True)
+        return optax.FactoredState(count, *(jax.tree.unflatten(tree, part) for part in parts))
+
+    def init(params: Tree) -> Tree:
+        leaves, tree = jax.tree.flatten(params)
+        states = []
+        for leaf, dims in zip(leaves, stacked_dims(params), strict=True):
+            first = inner.init
+            for _ in range(dims):
+                first = jax.vmap(first, out_axes=axes_of(leaf, dims))
+            states.append(first(leaf))
+        return assembled(jnp.zeros([], jnp.int32), tree, states)
+
+    def update(grads: Tree, state: optax.FactoredState, params: Tree = None) -> tuple[Tree, Tree]:
+        leaves, tree = jax.tree.flatten(grads)
+        parts = map(jax.tree.leaves, (params, state.v_row, state.v_col, state.v))
+        moved = []
+        for grad, dims, param, *own in zip(leaves, stacked_dims(grads), *parts, strict=True):
+            one, axes = inner.update, axes_of(param, dims)
+            for _ in range(dims):
+                one = jax.vmap(one, in_axes=(0, axes, 0), out_axes=(0, axes))
+            moved.append(one(grad, optax.FactoredState(state.count, *own), param))
+        changes, states = map(list, zip(*moved, strict=True))
+        count = optax.safe_increment(state.count)
+        return jax.tree.unflatten(tree, changes), assembled(count, tree, states)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _clipped_by_matrix(changes: Tree, _: Tree) -> Tree:
+    """Returns the changes, each matrix clipped by optax's `clip_by_block_rms` to an RMS of 1."""
+    leaves, tree = jax.tree.flatten(changes)
+
+    def clip(change: Array) -> Array:
+        return optax.clip_by_block_rms(1.0).update(change, optax.EmptyState())[0]
+
+    clipped = []
+    for leaf, dims in zip(leaves, stacked_dims(changes), strict=True):
+        one = clip
+        for _ in range(dims):
+            one = jax.vmap(one)
+        clipped.append(one(leaf))
+    return jax.tree.unflatten(tree, clipped)
+
+
 def muon_by_layer(average: DTypeLike, eps: float) -> optax.GradientTransformation:
     """Returns optax's `scale_by_muon` for kernels of the blocks [L, in, out] and of experts
     [L, E, in, out], each matrix by itself.
@@ -117,6 +192,11 @@ def muon_by_layer(average: DTypeLike, eps: float) -> optax.GradientTransformatio
 
     def update(grads: Tree, state: MuonState, params: Tree = None) -> tuple[Tree, MuonState]:
         def kernel(grad: Array, momentum: Array) -> tuple[Array, Array]:
+            if grad.ndim == 2:  # of a layer apart
+                own = grad.astype(jnp.float32), state._replace(mu=momentum)
+                change, moved = inner.update(*own)
+                return change, moved.mu
+
             def layer(i: Array, arrays: tuple[Array, Array]) -> tuple[Array, Array]:
                 grad, momentum = arrays
                 change, moved = inner.update(grad[i], state._replace(mu=momentum[i]))

@@ -259,6 +259,60 @@ def test_muon_by_layer_is_optaxs_muon(dtype):
                 np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", and_slow(["adafactor", "muon"], ["adamw", "adam", "sgd", "lion"]))
+def test_how_layers_and_experts_are_stacked_changes_no_update(name):
+    """Three updates of a stack, in which one layer's gradient grows by 100, are those of each layer
+    and expert by itself; 130 layers, or experts, are as long as the dims of a matrix."""
+    shapes = {
+        ("attn", "kernel"): (3, 130, 160),
+        ("attn", "bias"): (3, 160),
+        ("norm", "scale"): (130, 140),
+        ("experts", "kernel"): (2, 130, 4, 129),
+        ("experts", "bias"): (2, 130, 129),
+    }
+    draw, decay = np.random.default_rng(0), {} if name in ("adam", "sgd") else {"weight_decay": 0.1}
+    optimizer = make_optimizer(config(name=name, clip_norm=None, **decay), 10, jnp.float32)
+    update = jax.jit(optimizer.update)
+    weights = {path: draw.standard_normal(shape, np.float32) for path, shape in shapes.items()}
+    grads = [{k: draw.standard_normal(x.shape, np.float32) for k, x in weights.items()}] * 3
+    grads[1:] = [{k: np.stack([x[0], 100 * x[1], *x[2:]]) for k, x in grads[0].items()}] * 2
+
+    def updated(i=None, expert=None, layout=dict):
+        """Returns the leaves after each update: of the whole stack, of a layer, or of an expert."""
+
+        def part(path, x):
+            if i is not None:
+                x = x[i] if layout is list else x[i : i + 1]
+            cut = expert is not None and path == ("experts", "kernel")
+            return x[..., expert : expert + 1, :, :] if cut else x
+
+        def tree(flat):
+            layers = {}
+            for (group, leaf), x in flat.items():
+                layers.setdefault(group, {})[leaf] = part((group, leaf), x)
+            return {"layers": layers if layout is dict else [layers]}
+
+        params, found = tree(weights), []
+        state = optimizer.init(params)
+        for given in grads:
+            changes, state = update(tree(given), state, params)
+            params = optax.apply_updates(params, changes)
+            leaves = jax.tree_util.tree_leaves_with_path(params)
+            found.append({tuple(key.key for key in path[-2:]): np.asarray(x) for path, x in leaves})
+        return found
+
+    whole = updated()
+    for i in range(2):
+        for expert in (None, 1):
+            for layout in (dict, list):
+                for together, alone in zip(whole, updated(i, expert, layout), strict=True):
+                    for path, x in alone.items():
+                        of = together[path][i] if layout is list else together[path][i : i + 1]
+                        if expert is not None and path == ("experts", "kernel"):
+                            of = of[..., expert : expert + 1, :, :]
+                        np.testing.assert_allclose(x, of, rtol=2e-5, atol=1e-5, err_msg=f"{path}")
+
+
 SETTINGS = [
     *({"name": "adamw", "b1": b1, "b2": b2} for b1, b2 in ((0.9, 0.95), (0.99, 0.9999))),
     {"name": "muon", "b1": 0.9, "b2": 0.999},
