@@ -7,10 +7,13 @@ understood is None, never a part of it: `2x+3` is no 3.
 from __future__ import annotations
 
 import itertools
-import re
 import unicodedata
 from dataclasses import dataclass, field
 from fractions import Fraction
+
+import regex as re
+
+from jaxrl.rewards.languages import SOLID
 
 TOLERANCE = Fraction(1, 10**6)
 """Relative difference at which two numbers are equal where a decimal is the other one rounded."""
@@ -25,22 +28,24 @@ _BETWEEN_BOXES = re.compile(
 )
 _HASHES = re.compile(r"^[ \t]*#{4}[ \t]*(\S.*)$", re.MULTILINE)
 _STATED = re.compile(
-    r"\b(?:answers?|(?:correct|right) (?:option|choice))\b[^\n.]{0,60}?(?:\b(?:is|are)\b|[:=])"
-    r"[\s:*}]*(.*?)(?=(?<!\bRs)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)\.(?:\s|\Z)|\n|\Z)",
+    r"\b(?:answers?|(?:correct|right) (?:option|choice))\b"
+    r"(?:[^\n.]{0,60}?(?:\b(?:is|are)\b|[:=—])|(?=[ *_]+(?:[-+−\p{Sc}]*\.?\d"
+    r"|(?:(?:option|choice) )?(?-i:\(?[A-J]\)?)(?:[ .*]|\Z)|(?:[^\x00-\x7f]+ ?){1,3}(?:[.\n]|\Z))))"
+    r"[\s:*},]*(.*?)(?=(?<!\bRs)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)\.(?:\s|\Z)|\n|\Z)",
     re.IGNORECASE,
 )
 _ORNAMENTS = re.compile("[\u2600-\u27bf\U0001f300-\U0001faff\ufe0f]")
 _AMOUNT = re.compile(
     r"(?:(?:about|approximately|approx\.?|around|roughly|exactly|only|just|nearly|almost) )?"
-    r"[*_~≈ ]*[-+−]?(?:[$€£₹¥]|Rs\.?)? ?[-+−]?\.?\d",
+    r"[*_~≈ ]*[-+−]?(?:\p{Sc}|Rs\.?)? ?[-+−]?\.?\d",
     re.IGNORECASE,
 )
 """What a stated answer begins with if that is a number in prose."""
-_MORE = r"(?:[-−$€£₹¥\\]*\d|\$)"
+_MORE = r"(?:[-−\p{Sc}\\]*\d|\$)"
 _CLAUSE = re.compile(
     rf"\s*(?:[(\[;—]|: | [-–] |, (?!(?:(?:and|or|otherwise) )?{_MORE})"
     rf"|\band (?!(?:an?|one) |{_MORE})|\b(?<!times )(?:because|since|as|for|which|where|when|so|but"
-    r"|while|with|that|if|after|given|i\.e|e\.g)\b)"
+    r"|while|with|that|if|after|given|i\.e|e\.g|rather than|instead of)\b)"
 )
 """Where the answer of a sentence ends."""
 _JOINED = re.compile(r"\b(?:and|or|of|times|plus|minus) (?:[$\d(]|\\[(a-z])")
@@ -53,11 +58,15 @@ _FORMULA = re.compile(
 )
 """A dollar before an amount of money begins none: as in pandoc, no digit is behind the second, and
 space is inside of both or of neither."""
+_FOREIGN = re.compile(r"(?:(?!\p{Greek})[^\W\d_A-Za-zµ])[\p{L}\p{M}]*|\p{Greek}{3,}")
 _PROSE = re.compile(
     r"(?<![A-Za-z\\])(?:[a-z]{3,}|is|so|we|it|to|of|if|as|at|be|by|in|on|he|no|an|my|us|do|up)"
-    r"(?![a-z])",
+    rf"(?![a-z])|{_FOREIGN.pattern}",
     re.IGNORECASE,
 )
+"""Words that no expression has: of Latin letters by their length, all of other letters but those of
+Greek that stand alone."""
+_SYMBOL = re.compile(r"(?<!\p{Greek})(?!μ)\p{Greek}{1,2}(?!\p{Greek})")
 _NAMES = frozenset(
     ("and", "or", "pi", "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "inf")
     + ("infinity", "infty", "mod", "arcsin", "arccos", "arctan")
@@ -86,15 +95,23 @@ _UNSIGNED = (
     r"(?:\s?/\s?\d+(?!\d|\.\d))?|(?<![\w.])\.\d+)"
 )
 NUMBER = re.compile(
-    r"(?:(?<![\w.)\]}])[-+])?"  # a sign, unless it is an operator after an operand
+    # a sign, unless it is an operator after an operand
+    rf"(?:(?:(?<![\w.)\]}}])|(?<={SOLID}))[-+])?"
     rf"(?:\d+ \d+\s?/\s?\d+(?!\d|\.\d)|{_UNSIGNED})"
 )
 """In a text that `plain` returned. A sign, thousands commas, decimals, exponents, a/b, `1 1/2`."""
-_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6}
-_SCALES |= {"crore": 10**7, "billion": 10**9, "bn": 10**9, "trillion": 10**12}
+_SCALES: dict[str, int | None] = {
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "bn": 10**9,
+}
+_SCALES |= dict.fromkeys(("dozen", "hundred-million", "hundred", "ten-thousand", "lakh", "crore"))
+_SCALES |= {"trillion": None}
+"""None: a number with the word is equal to one with the same word only."""
 _SCALE = "|".join(_SCALES)
 _WHOLE = re.compile(
-    r"(?P<sign>[-+]?)\s*(?P<money>[$€£₹¥]|[Rr]s\.?|)\s*(?P<sign2>[-+]?)\s*"
+    r"(?P<sign>[-+]?)\s*(?P<money>\p{Sc}|[Rr]s\.?|)\s*(?P<sign2>[-+]?)\s*"
     r"(?P<number>\d{1,3}(?: \d{3})+(?![\d/])(?:\.\d+)?|\d+ \d+\s?/\s?\d+"
     rf"|{_UNSIGNED}|\d+\.(?=\Z))"
     rf"(?:\s*(?P<scale>{_SCALE})s?\b)?"
@@ -102,18 +119,18 @@ _WHOLE = re.compile(
     re.DOTALL,
 )
 _NAME = re.compile(
-    r"([A-Za-z]+(?: [A-Za-z]+)*|\\(?!pi)[a-z]+|[A-Za-z]_\{?\w+\}?|[A-Za-z]\(\w+\))"
+    r"([\p{L}\p{M}]+(?: [\p{L}\p{M}]+)*|\\(?!pi)[a-z]+|[A-Za-z]_\{?\w+\}?|[A-Za-z]\(\w+\))"
     r"\s*(?:=|\\approx|≈)\s*"
 )
 _POWER = r"(?:\s*\^\s*\{?\s*-?[123](?!\d)\s*\}?)?"
 _UNIT = re.compile(
     r"\s*(?:°|degrees?\b|deg\b)\s*(?P<degree>[CF]\b|celsius|fahrenheit|)"
     r"|(?P<ordinal>\s*\^?\s*\{?\s*(?:th|st|nd|rd)\s*\}?)(?: [A-Za-z]+){0,3}"
-    rf"|(?P<space>\s*)(?P<words>[A-Za-zµμ$€£¢₹¥]+\.?{_POWER}"
-    rf"(?:(?:\s*\\cdot(?![a-z])\s*|[ /-]+)[A-Za-zµμ.']+{_POWER}){{0,4}})",
+    rf"|(?P<space>\s*)(?P<words>[\p{{L}}\p{{M}}\p{{Sc}}¢]+\.?{_POWER}"
+    rf"(?:(?:\s*\\cdot(?![a-z])\s*|[ /-]+)[\p{{L}}\p{{M}}.'\u200c]+{_POWER}){{0,4}})",
     re.IGNORECASE,
 )
-_WORD = re.compile(rf"([^\W\d_]+|[$€£¢₹¥])({_POWER})")
+_WORD = re.compile(rf"([\p{{L}}\p{{M}}]+|[\p{{Sc}}¢])({_POWER})")
 _AREA = re.compile(
     r"(?<=[\d ](?:mm|cm|km|ft|in))\s*\^\s*\{?\s*[23](?!\d)\s*\}?|(?<=\d m)\^\{?[23](?!\d)\}?"
 )
@@ -152,7 +169,7 @@ _UPRIGHT_UNIT = re.compile(
 _OTHER_VALUE = (
     *("plus", "minus", "over", "choose", "factorial", "squared", "cubed", "score", "gross"),
     *("half", "halve", "third", "fourth", "quarter", "fifth", "sixth", "seventh", "eighth"),
-    *("ninth", "tenth", "hundredth", "thousandth", "mod", "modulo"),
+    *("ninth", "tenth", "hundredth", "thousandth", "mod", "modulo", "twice"),
 )
 """Words that make another value of the number before them."""
 _NO_UNITS = _NAMES | frozenset(
@@ -162,14 +179,18 @@ _NO_UNITS = _NAMES | frozenset(
 """Words after a number that make another value of it, or no value."""
 _WORDS_AFTER = re.compile(
     rf"\s{{0,9}}-?(?:and\s(?:an?|one)\s)?(?:{'|'.join(_OTHER_VALUE)})s?\b"
-    r"|\s{0,9}(?:(?:less|more|fewer) than|times (?:as|the|that|[b-z])|(?:raised )?to the)\b",
+    r"|\s{0,9}(?:(?:less|more|fewer) than|times (?:as|the|that|[b-z])|(?:raised )?to the"
+    r"|(?:divided|multiplied) by|at (?:least|most)|or (?:more|less|fewer))\b"
+    r"|\s{0,9}is not\b(?! it but)(?=\s*(?:[.,;!?)]|\Z|(?:it|the|right|correct)\b|[^\x00-\x7f]))",
     re.IGNORECASE,
 )
 _WORDS_BEFORE = re.compile(
-    r"(?:\b(?:not|never|cannot|negative|minus|plus|half|third|quarter|double|triple|twice|thrice)"
-    r"|n['’]t|\b(?:root|square|cube|log|logarithm|reciprocal|inverse|opposite|factorial|out) of"
-    r"|\b(?:log|base|(?:less|more|fewer|greater|other|rather) than|at (?:least|most)"
-    r"|between \S{1,20} and))"
+    rf"(?:% of|\d (?:over|less)|\d ?(?:{_SCALE})s?|n['’]t|\b(?:not|never|cannot|negative|minus|plus"
+    r"|times|half|third|quarter|double|triple|twice|thrice|as opposed to|except|unlike|modulo"
+    r"|log|base|(?:root|square|cube|log|logarithm|reciprocal|inverse|opposite|factorial|out|instead"
+    r"|in place|per ?cent|power) of|(?:less|more|fewer|greater|other|rather) than|at (?:least|most)"
+    r"|(?:divided|multiplied|divisible) (?:by|into)|take away|added to|subtracted from"
+    r"|(?:sum|product|difference|quotient|ratio|between) (?:of )?\S{1,20} (?:and|to)))"
     r"(?: (?:of|be|equal|to|the|number|value|base|[-*]+)){0,4}[\s*$(]{0,9}\Z",
     re.IGNORECASE,
 )
@@ -205,13 +226,15 @@ class Number:
     """The words behind it that are no such unit, as in `10 apples`."""
     name: str = ""
     """`x` of `x = 5`."""
+    scale: str = ""
+    """The word of one that is not converted, as in `5 lakh`."""
     step: Fraction = field(default=Fraction(0), compare=False)
     """The unit of a decimal's last digit, 1/100 of `1.25`; 0 of what is spelled exactly."""
 
     def same(self, other: Number) -> bool:
         """Returns whether both are equal: 50% is 50 and 0.5; 5 cm is 5, not 5 m; x = 5 no y = 5."""
         names = {self.name, other.name} - {""}
-        if len(names) > 1 or not units_agree(self.unit, other.unit):
+        if len(names) > 1 or self.scale != other.scale or not units_agree(self.unit, other.unit):
             return False
         if self.percent == other.percent:
             return same_number(self.value, other.value, max(self.step, other.step))
@@ -294,7 +317,7 @@ def read_number(text: str) -> Number | None:
     if named and re.search(r"(?:\A|=)\s*[A-Za-z]\s*\Z", before):  # a = b = 1 is of two values
         return None
     steps = re.sub(r"\\(?:times|cdot|div|sqrt|[dt]?frac)(?![a-z])", "", before)
-    if not re.search(r",(?!\d{3})|[;<>]|\b(?:or|and)\b" if named else r"[A-Za-z\\<>,;]", steps):
+    if not re.search(r",(?!\d{3})|[;<>]|\b(?:or|and)\b" if named else r"[\p{L}\\<>,;]", steps):
         spelled = last.strip()
     m = _WHOLE.fullmatch(spelled)
     if m is None or (m["sign"] and m["sign2"]):
@@ -308,11 +331,12 @@ def read_number(text: str) -> Number | None:
         return None
     things = "" if unit else rest.strip(" .,;:")
     unit = unit or _known(m["money"].strip("."))
-    scale = _SCALES.get(m["scale"] or "", 1)
+    scale = _SCALES[m["scale"]] or 1 if m["scale"] else 1
+    kept = "" if m["scale"] is None or _SCALES[m["scale"]] else m["scale"]
     step = step_of(m["number"], value * scale) * scale
     value = -value * scale if "-" in (m["sign"], m["sign2"]) else value * scale
     name = named[1] if named is not None and len(named[1]) == 1 else ""
-    return Number(value, percent, unit, things, name, step)
+    return Number(value, percent, unit, things, name, kept, step)
 
 
 def whole_number(text: str) -> Number | None:
@@ -356,13 +380,15 @@ def last_number(text: str) -> Number | None:
     percent = re.match(r"\s?\\?%|\s?per\s?cent", after)
     if value is None or _BEFORE.search(before[-200:]) or _changed(before, after):
         return None
-    if scaled := re.match(rf"\s?({_SCALE})s?\b", after):
-        value, after = value * _SCALES[scaled[1]], after[scaled.end() :]
+    kept = ""
+    if scaled := re.match(rf"\s{{0,2}}({_SCALE})s?\b", after):
+        times, after = _SCALES[scaled[1]], after[scaled.end() :]
+        value, kept = value * (times or 1), "" if times else scaled[1]
     if percent is None and _AFTER.match(after):
         unit = _UNIT.match(after)
         if unit is None or unit_of(unit[0]) is None:
             return None
-    return Number(value, percent is not None, step=step_of(found[0], value))
+    return Number(value, percent is not None, scale=kept, step=step_of(found[0], value))
 
 
 def given_number(text: str) -> Number | None:
@@ -472,7 +498,7 @@ def _ascii(text: str) -> str:
 
 def _bare(text: str) -> str:
     """Strips what surrounds an answer in a sentence."""
-    return text.lstrip(" ,;:*`").rstrip(" .,;:*`")
+    return text.lstrip(' ,;:*`"').rstrip(' .,;:*`"')
 
 
 def _changed(before: str, after: str) -> bool:
@@ -551,9 +577,11 @@ def unit_of(rest: str) -> str | None:
     words = [word for word, _ in _WORD.findall(spelled)]
     if any({word.lower(), word.lower().removesuffix("s")} & _NO_UNITS for word in words):
         return None
-    if not _known(words[0]) and (not m["space"] or len(words[0]) < 2):
+    if _SYMBOL.search(rest) or _SYMBOL.search(words[0]):
         return None
-    if not m["space"] and len(words[0]) < 2 and words[0].isalpha():  # a variable, as in 5m
+    if words[0].isascii() and not _known(words[0]) and (not m["space"] or len(words[0]) < 2):
+        return None
+    if not m["space"] and re.fullmatch("[A-Za-z]", words[0]):  # a variable, as in 5m
         return None
     powers: dict[str, int] = {}
     parts = re.split(r"/|\b(?:per|an?|each|every)\b", spelled, flags=re.IGNORECASE)
@@ -640,9 +668,9 @@ def literal(text: str) -> str | None:
     """Returns an answer that is compared as a text: words, a choice such as `(B)`, a date, a time,
     a ratio, a number in a base; returns None for an expression."""
     bare = re.sub(r"\s*([,:])\s*", r"\1 ", plain(text.replace("$", ""))).strip(" .,;:\"'`")
-    if m := re.fullmatch(r"\(([A-Ja-j])\)|([A-J])", bare):
+    if m := re.fullmatch(rf"\(([a-j]|{_OPTION})\)|({_OPTION})", bare):
         return (m[1] or m[2]).lower()
-    if m := re.fullmatch(r"(?:\(([A-J])\)|([A-J])[.)]) ([\w$\\-].*)", bare):
+    if m := re.fullmatch(rf"(?:\(({_OPTION})\)|({_OPTION})[.)]) ([\w$\\-].*)", bare):
         return f"{m[1] or m[2]}. {m[3]}".lower()
     if _NO_EXPRESSION.search(bare):
         return spelled(text).lower()
@@ -650,12 +678,10 @@ def literal(text: str) -> str | None:
         return _words(text)
     if re.search(r"[\\=^_+*/<>|{}≤≥]", bare) or read_number(text) is not None:
         return None
-    words = [word.lower() for word in re.findall(r"[A-Za-z]+", bare)]
-    wrapped = [
-        word for m in _WRAPPER.finditer(tidy(text)) for word in re.findall(r"[A-Za-z]+", m[1])
-    ]
+    words = [word.lower() for word in re.findall(r"\p{L}+", bare)]
+    wrapped = [word for m in _WRAPPER.finditer(tidy(text)) for word in re.findall(r"\p{L}+", m[1])]
     short = re.fullmatch(r"[A-Z][a-z]{1,2}|yes|no|odd", bare)  # and not a product, as `xy` is
-    long = any(len(word) > 3 for word in words if word not in _NAMES)
+    long = any(len(word) > 3 or _FOREIGN.match(word) for word in words if word not in _NAMES)
     if short or long or set(wrapped) - {"or", "and"}:
         return _words(text)
     return None
@@ -669,7 +695,7 @@ def _words(text: str) -> str:
 def same_literal(wanted: str, text: str) -> bool:
     """Returns whether a text is a literal answer. For a choice its letter is enough, optionally
     followed by what it stands for; for a number in a base its digits are enough."""
-    if m := re.fullmatch(r"([a-j])(?:\. (.+))?", wanted):
+    if m := re.fullmatch(rf"({_OPTION})(?:\. (.+))?", wanted, re.IGNORECASE):
         letter, behind = _choice(text) or ("", "")
         return letter == m[1] and (not m[2] or _words(behind) in ("", m[2]))
     digits, base, _ = wanted.partition("_")
@@ -691,9 +717,12 @@ def same_answer(a: str, b: str) -> bool:
     return spelled(a) == spelled(b)
 
 
+_OPTION = r"(?:[A-J]|(?![a-zA-Z\p{Greek}])\p{L})"
+"""A letter of Greek is a symbol."""
 _CHOICE = re.compile(
-    r"(?:(?:option|choice) )?(?:\( ?([A-J]) ?\)|([A-J])(?=[.:)]|,? (?:because|since|as|for)\b|\Z))"
-    r"(?! ?(?:,|/|&|or\b|and\b) ?\(?[A-J]\b)[.:)*]* ?(,? ?(?:because|since|as|for)\b)?(.*)",
+    rf"(?:(?:option|choice) )?(?:\( ?({_OPTION}) ?\)|({_OPTION})"
+    r"(?=[.:)]|,? (?:because|since|as|for)\b|\Z))"
+    rf"(?! ?(?:,|/|&|or\b|and\b) ?\(?{_OPTION}\b)[.:)*]* ?(,? ?(?:because|since|as|for)\b)?(.*)",
     re.IGNORECASE,
 )
 _GOES_ON = re.compile(
@@ -702,7 +731,8 @@ _GOES_ON = re.compile(
 )
 """Behind a choice: its text is none of one option, but comes to a conclusion."""
 _NO_EXPRESSION = re.compile(
-    r"\d\s?:\s?\d|\b\d{4}-\d{1,2}-\d{1,2}\b|\b\d{1,2}/\d{1,2}/\d{2,4}\b|\A[0-9A-Fa-f]+\s*_"
+    r"\d\s?:\s?\d|\b\d{4}-\d{1,2}-\d{1,2}\b|\b\d{1,2}/\d{1,2}/\d{2,4}\b"
+    r"|\A(?:[A-F]{2,}|[A-Fa-f]*\d[0-9A-Fa-f]*)\s*_"
 )
 """Times and ratios, dates, numbers in a base."""
 _ORDER = re.compile(r"[A-Z]{2,}|[A-Z](?:, [A-Z])+")

@@ -58,7 +58,7 @@ _DIVISORS = re.compile(
 _GAMMA = re.compile(r"\\Gamma(?![A-Za-z])(?!\s*(?:_|\(|\\left))")
 """Their reader takes the symbol, but not the function, for Euler's constant."""
 _FUNCTIONS = re.compile(
-    r"(?<![A-Za-z\\])(pi|infty|sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan)(?![A-Za-z])"
+    r"(?<![A-Za-z\\])(pi|infty|sin|cos|tan|cot|sec|csc|log|ln|lg|exp|arcsin|arccos|arctan)(?![A-Za-z])"
 )
 _CHARACTERS = {"π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge "}
 _CHARACTERS |= {"≠": r"\ne ", "∪": r"\cup ", "±": r"\pm ", "°": r"^\circ ", "**": "^"}
@@ -121,6 +121,8 @@ def _equal(gold: Any, found: Any) -> bool:
     if isinstance(found, Number):
         gold, found = found, gold
     if isinstance(gold, Number):
+        if gold.scale:
+            return False
         if _is_constant(found):
             return _is_value(found, gold)
         return any(_equal_expressions(value, found) for value in _values(gold))
@@ -314,6 +316,7 @@ def _latex(text: str) -> str:
     text = re.sub(r"\s+", " ", text.replace("$", "")).lstrip(" ,;:*`").rstrip(" .,;:*`")
     text = _split_unit(text)[0]
     text = re.sub(r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup ", _FUNCTIONS.sub(r"\\\1 ", text))
+    text = re.sub(r"\\lg(?![A-Za-z])", r"\\log_{10}", text)
     text = _GAMMA.sub("G_{amma}", text)
     text = _DIVISORS.sub(lambda m: f"\\{m[1]}" if m[2] else rf"\text{{{m[1]}}}", text)
     text = re.sub(r"\A[A-Za-z] ?\\in(?![A-Za-z])", "", text)

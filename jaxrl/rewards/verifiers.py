@@ -13,8 +13,10 @@ import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache, wraps
+from functools import cache, lru_cache, partial, wraps
 from typing import Any, Protocol
+
+import regex
 
 from jaxrl.data.chat_template import CLOSES, OPENS
 from jaxrl.data.tasks import ARITHMETIC, make_dataset
@@ -31,6 +33,7 @@ from jaxrl.rewards.answers import (
     score_sum,
     whole_number,
 )
+from jaxrl.rewards.languages import SOLID, in_ascii, in_english, same_characters
 from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool
 
 TIMEOUT_S, STARTUP_S = 10.0, 120.0
@@ -72,32 +75,40 @@ def answer_of(prompt: Judged) -> str | None:
     return None if answer is None or answer != answer else answer
 
 
-def _with_answer(judge: Callable[[str, str], float | None]) -> Verifier:
+def _with_answer(
+    judge: Callable[[str, str], float | None], read: Callable[[str], str] = in_english
+) -> Verifier:
     """Returns the verifier that compares a completion, without its thoughts, with its prompt's
-    answer: None where there is none, 0 where the thoughts never ended."""
+    answer, both as `read` writes them: None where there is none, 0 where the thoughts never
+    ended."""
 
     @wraps(judge)
     def judged(completion: str, prompt: Judged) -> float | None:
         answer, text = answer_of(prompt), after_thoughts(completion)
         if answer is None:
             return None
-        score = judge("" if text is None else text, answer)
+        score = judge(read(text or ""), read(answer))
         return 0.0 if score is not None and text is None else score
 
     return judged
 
 
-@_with_answer
+@partial(_with_answer, read=same_characters)
 def exact(completion: str, answer: str) -> float:
     """Returns 1 if completion and answer are the same text, apart from white space at the ends."""
     return float(completion.strip() == answer.strip())
 
 
-@_with_answer
+@partial(_with_answer, read=in_ascii)
 def contains(completion: str, answer: str) -> float:
-    """Returns 1 if the answer occurs in the completion as whole words, in any case of letters."""
-    words = re.escape(answer.strip())
-    found = re.finditer(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE)
+    """Returns 1 if the answer occurs in the completion as whole words, in any case of letters. In a
+    script without spaces between words, any part of a text is one."""
+    words = regex.escape(answer.strip(), special_only=True)
+    edges = [
+        rf"(?:(?{side}!\w)|(?{side}={SOLID})|(?{other}={SOLID}))"
+        for side, other in (("<", ""), ("", "<"))
+    ]
+    found = regex.finditer(f"{edges[0]}{words}{edges[1]}", completion, regex.IGNORECASE)
     return float(bool(words) and any(is_whole(completion, *m.span()) for m in found))
 
 
@@ -171,13 +182,15 @@ def auto(completion: str, prompt: Judged) -> float | None:
         return reasoning_gym(completion, prompt)
     if task == ARITHMETIC:
         return VERIFIERS["arithmetic"](completion, prompt)
-    answer = answer_of(prompt)
-    if answer is not None and whole_number(final_answer(answer)) is not None:
+    answer = in_english(answer_of(prompt) or "")
+    if whole_number(final_answer(answer)) is not None:
         return number(completion, prompt)
-    if answer is not None and marked(answer) is not None:
-        text = after_thoughts(completion)
-        return float(text is not None and same_answer(final_answer(text), final_answer(answer)))
-    return exact(completion, prompt)
+    return (exact if marked(answer) is None else _marked)(completion, prompt)
+
+
+@_with_answer
+def _marked(completion: str, answer: str) -> float:
+    return float(same_answer(final_answer(completion), final_answer(answer)))
 
 
 VERIFIERS: dict[str, Verifier] = {

@@ -687,7 +687,11 @@ def test_the_marks() -> None:
 
 
 def test_numbers_are_read_as_a_whole() -> None:
-    for answer, value in (("1{,}234.5", "2469/2"), (r"-1\frac{1}{4}", "-5/4"), ("2 dozen", "24")):
+    for answer, value in (
+        ("1{,}234.5", "2469/2"),
+        (r"-1\frac{1}{4}", "-5/4"),
+        ("2 million", "2e6"),
+    ):
         number = read_number(answer)
         assert number is not None and number.value == Fraction(value)
     assert read_number("1" * 5000) is None
