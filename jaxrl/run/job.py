@@ -817,7 +817,9 @@ def dependencies(job: Job) -> dict[str, str]:
         if isinstance(info, Info):  # completions servers have no fingerprint
             found[config.teacher_key(name, "address")] = info.fingerprint
     if job.cache is not None:
-        found[f"teacher.cache={config.teacher.cache}"] = digest_file(job.cache.path / MANIFEST)
+        scores = f"teacher.cache={config.teacher.cache}"
+        found[scores] = digest_file(job.cache.path / MANIFEST)
+        found |= {f"{scores}/{name}": digest for name, digest in job.cache.digests.items()}
     for one in job.held_out:
         prompts = repr([(prompt.text, prompt.answer) for prompt in one.prompts])
         name = f"data.eval.{one.name}" if one.name else "data.eval"

@@ -44,6 +44,7 @@ from jaxrl.sharding.mesh import ensure_devices, role_meshes
 from jaxrl.sharding.placement import check_visible, parse, place
 from jaxrl.sharding.reshard import join_parts
 from jaxrl.teacher.cache import (
+    CHECKSUMS,
     FORMAT,
     HEAD,
     MANIFEST,
@@ -345,7 +346,8 @@ def open_folder(folder: Path, manifest: ScoreManifest, model: DecoderConfig) -> 
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file: name a folder")
     # By a command that was killed before it wrote the manifest.
-    left = LOCK, TEACHER, HEAD, *map(PARTIAL.format, (HEAD, MANIFEST))
+    files = HEAD, CHECKSUMS
+    left = LOCK, TEACHER, *files, *map(PARTIAL.format, (*files, MANIFEST))
     other = [path.name for path in folder.glob("*") if path.name not in left]
     if other:
         raise UserError(

@@ -5,28 +5,34 @@
     DIR/teacher/                   config.json and tokenizer of the teacher
     DIR/head.safetensors           its LM head, for the signal `hidden`
     DIR/shard-00000.safetensors    rows: a key, a length, and the signal of each of its tokens
+    DIR/checksums.json             of head and shards: file -> tensor -> CRC-32 (`checksum`)
 
 A row is a completion of a prompt, and is found by a digest of their tokens. The tokens of a shard's
 rows lie one after the other, without padding. A shard is renamed to its name once it is on the disk
-as a whole, so that a folder is usable at any moment, and every row in it is whole.
+as a whole, and its checksums before it, so that a folder is usable at any moment, and every row in
+it is whole.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
+import os
 import time
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -52,12 +58,24 @@ from jaxrl.types import Completion, Prompt, Rollout, Sequences, TeacherSignal, s
 
 FORMAT = 1
 MANIFEST, TEACHER, HEAD = "manifest.json", "teacher", "head.safetensors"
+CHECKSUMS = "checksums.json"
 SHARDS = "shard-*.safetensors"
 SHARD_BYTES = 1 << 28
 SHARD_S = 120.0
 """Seconds after which a shard is written although it is small: what a kill can lose."""
 KEY_BYTES = 16
 OPEN_SHARDS = 64
+BAND_ITEMS = 1 << 20
+"""Of a tensor that is compared with its checksum, as many numbers are in memory."""
+STORED_AS = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int8": "I8",
+    "uint8": "U8",
+    "int32": "I32",
+}
+"""Name of a dtype -> its name in a safetensors header."""
 INT8_MOST = 127.0
 OF_ROWS = ("keys", "prompts", "lengths", "stopped")
 """Tensors of a shard that have an entry for each row."""
@@ -196,7 +214,7 @@ def write_manifest(
     """Writes everything but the rows; the manifest comes last."""
     hf.write_description(folder / TEACHER, config, manifest.dtype, tokenizer)
     if head is not None:
-        put_file(folder / HEAD, partial(_save, {"head": head}))
+        write_tensors(folder / HEAD, {"head": head})
     text = manifest.model_dump_json(indent=1)
     put_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 
@@ -206,16 +224,161 @@ def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
     path.write_bytes(save({name: np.ascontiguousarray(x) for name, x in tensors.items()}))
 
 
+def checksum(tensor: Any) -> int:
+    """Returns the CRC-32 of a tensor's dtype, shape and contents, of a numpy array or of what
+    `safe_open` returns a slice of."""
+    if isinstance(tensor, np.ndarray):
+        kind, shape = STORED_AS[tensor.dtype.name], tensor.shape
+    else:
+        kind, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+    crc, rows = zlib.crc32(f"{kind}{list(shape)}".encode()), shape[0]
+    band = max(1, BAND_ITEMS // max(1, math.prod(shape[1:])))
+    for at in range(0, rows, band):
+        part = np.ascontiguousarray(tensor[at : min(at + band, rows)])
+        crc = zlib.crc32(part.reshape(-1).view(np.uint8), crc)
+    return crc
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a file of a folder of scores. It gets its name after its checksums are noted: no file
+    is without."""
+
+    def write(begun: Path) -> None:
+        _save(tensors, begun)
+        sums = {name: checksum(x) for name, x in tensors.items()}
+        _write_checksums(path.parent, {path.name: sums})
+
+    put_file(path, write)
+
+
+def _write_checksums(folder: Path, more: dict[str, dict[str, int]]) -> None:
+    text = json.dumps(read_checksums(folder) | more, indent=0)
+    put_file(folder / CHECKSUMS, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def _note_checksums(folder: Path, files: Iterable[Path]) -> None:
+    sums = {}
+    for path in files:
+        with safe_open(path, "numpy") as file:
+            sums[path.name] = {name: checksum(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+    _write_checksums(folder, sums)
+
+
+_SUMS = TypeAdapter(dict[str, dict[str, int]])
+
+
+def read_checksums(folder: Path) -> dict[str, dict[str, int]]:
+    """Returns file -> tensor -> checksum, of those that are noted in a folder of scores. Raises
+    UserError."""
+    path = folder / CHECKSUMS
+    try:
+        return _SUMS.validate_json(path.read_bytes(), strict=True)
+    except FileNotFoundError:  # an older jaxrl wrote none
+        return {}
+    except (OSError, ValidationError) as error:
+        why = error.strerror if isinstance(error, OSError) else first_mistake(error)
+        raise UserError(
+            f"{path} cannot be read: {why}; put it back, or score again into another folder"
+        ) from None
+
+
+class StoredTensors:
+    """The tensors of a file of a folder of scores; each is compared with its checksum before the
+    first of it is used."""
+
+    def __init__(self, path: Path, sums: Mapping[str, Mapping[str, int]], shapes: Shapes):
+        """
+        Args:
+            sums: file -> tensor -> checksum; none in a folder of an older jaxrl.
+            shapes: of the tensors, without their first dim.
+
+        Raises:
+            UserError: another file is there, or one that cannot be read.
+        """
+        self.path, self._shapes, self._compared = path, shapes, set[str]()
+        self._sums = sums.get(path.name)
+        if sums and self._sums is None:
+            raise self._damaged(f"{CHECKSUMS} does not have it")
+        self._open()
+
+    def _open(self) -> None:
+        self._compared.clear()
+        try:
+            self._signature = _signature(self.path)
+            self._file = safe_open(self.path, "numpy")
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(str(error)) from error
+        if problem := self._misfit(self._shapes):
+            raise self._damaged(problem)
+
+    def _misfit(self, shapes: Shapes) -> str | None:
+        lengths = {}
+        for name, (kind, dims) in shapes.items():
+            if name not in self._file.keys():  # noqa: SIM118
+                return f"it has no tensor {name}"
+            tensor = self._file.get_slice(name)
+            dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+            if dtype != STORED_AS[kind] or shape[1:] != dims or not shape:
+                return f"its {name} is {dtype} {list(shape)}, not {STORED_AS[kind]} [n, {dims}]"
+            lengths[name] = shape[0]
+        if OF_ROWS[0] not in shapes:
+            return None
+        rows = {lengths.pop(name) for name in OF_ROWS}
+        tokens = self._read("lengths")
+        n = int(tokens.sum(dtype=np.int64))
+        if len(rows) > 1 or {*lengths.values()} - {n} or tokens.min(initial=0) < 0:
+            return "its tensors have other lengths than its rows"
+        return None
+
+    def _damaged(self, why: str) -> UserError:
+        return UserError(
+            f"{self.path}: truncated or damaged: {why}; remove it, and score its rows again"
+        )
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Returns rows of a tensor. Raises UserError where it is not what was written, or is no
+        more what was opened."""
+        with suppress(FileNotFoundError):  # what was opened is still there
+            if _signature(self.path) != self._signature:
+                try:
+                    assert self._sums is not None, "an older jaxrl wrote no checksums"
+                    self._open()
+                    return self._read(name, rows)
+                except (UserError, AssertionError) as error:
+                    raise UserError(
+                        f"{self.path} has changed since the run opened it ({error}): put it back,"
+                        " and start again"
+                    ) from error
+        return self._read(name, rows)
+
+    def _read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        tensor = self._file.get_slice(name)
+        if self._sums is not None and name not in self._compared:
+            if checksum(tensor) != self._sums.get(name):
+                raise self._damaged(f"{name} differs from what was written (another checksum)")
+            self._compared.add(name)
+        values: np.ndarray = tensor[rows]
+        return values
+
+
+def _signature(path: Path) -> tuple[int, ...]:
+    """Returns what changes where a file is written or replaced."""
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class ScoreWriter:
     """Collects rows, and writes them as shards in a thread of its own, one at a time. Removes what
     a killed process left of a shard."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES):
-        for name in (SHARDS, HEAD, MANIFEST):
+        for name in (SHARDS, HEAD, MANIFEST, CHECKSUMS):
             for left in folder.glob(PARTIAL.format(name)):
                 with suppress(IsADirectoryError):
                     left.unlink(missing_ok=True)
         there = shard_files(folder)
+        if there and not (folder / CHECKSUMS).exists():  # an older jaxrl wrote these
+            _note_checksums(folder, [file for file in (folder / HEAD, *there) if file.exists()])
         self._folder, self._shard_bytes = folder, shard_bytes
         self._next = _number(there[-1]) + 1 if there else 0
         self._rows: list[ScoredRow] = []
@@ -251,7 +414,7 @@ class ScoreWriter:
 
     def _write(self, rows: Sequence[ScoredRow]) -> None:
         path = self._folder / f"shard-{self._next:05}.safetensors"
-        put_file(path, partial(_save, _shard(rows)))
+        write_tensors(path, _shard(rows))
         self._next += 1
 
 
@@ -307,7 +470,8 @@ class ScoreCache:
         self.tokenizer_path = self.path / TEACHER
         self.config = hf.read_config(self.tokenizer_path)
         self._files = shard_files(self.path)
-        self._open = lru_cache(OPEN_SHARDS)(lambda shard: _opened(self._files[shard]))
+        self._sums = read_checksums(self.path)
+        self._open = lru_cache(OPEN_SHARDS)(self._opened)
 
     def __len__(self) -> int:
         return len(self._index.length)
@@ -323,9 +487,29 @@ class ScoreCache:
 
     def head(self, rows: int) -> np.ndarray:
         """Returns the teacher's LM head [V, D], cut after `rows`."""
-        with _opened(self.path / HEAD) as file:
-            head: np.ndarray = file.get_tensor("head")
-        return head[:rows]
+        dims = self.manifest.dtype, (self.config.d_model,)
+        return self._stored(self.path / HEAD, {"head": dims}).read("head")[:rows]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Returns a digest of each file that has checksums."""
+        there = (self.path / HEAD, *self._files)
+        return {
+            file.name: hashlib.sha256(
+                repr(sorted(self._sums[file.name].items())).encode()
+            ).hexdigest()
+            for file in there
+            if file.name in self._sums
+        }
+
+    def _stored(self, path: Path, shapes: Shapes) -> StoredTensors:
+        return StoredTensors(path, self._sums, shapes)
+
+    def _opened(self, shard: int) -> StoredTensors:
+        shapes = shapes_of(self.manifest, self.config.d_model)
+        rows: Shapes = dict.fromkeys(("keys", "prompts"), ("uint8", (KEY_BYTES,)))
+        rows |= {"lengths": ("int32", ()), "stopped": ("uint8", ())}
+        return self._stored(self._files[shard], rows | shapes)
 
     def signal(self, sequences: Sequences, fields: Iterable[str], dtype: DType) -> TeacherSignal:
         """Returns the scores of the completions, [B, C, ...] as numpy arrays, with zeros at their
@@ -389,14 +573,14 @@ class ScoreCache:
         index = self._index
         start, shard = int(index.start[at]), int(index.shard[at])
         stop = start + int(index.length[at])
-        return self._open(shard).get_slice(name)[start:stop]
+        return self._open(shard).read(name, slice(start, stop))
 
     @cached_property
     def _index(self) -> _Index:
         parts = [_shard([])]  # has no row, so that a folder without shards has an index too
-        for path in self._files:
-            with _opened(path) as file:
-                parts.append({name: file.get_tensor(name) for name in OF_ROWS})
+        for i in range(len(self._files)):
+            file = self._opened(i)
+            parts.append({name: file.read(name) for name in OF_ROWS})
         rows = [len(part["lengths"]) for part in parts]
         shard = np.repeat(np.arange(-1, len(self._files)), rows)
         start = [np.cumsum(part["lengths"], dtype=np.int64) - part["lengths"] for part in parts]
@@ -429,16 +613,6 @@ def read_manifest(folder: Path, name: str) -> ScoreManifest:
             " score again into another folder"
         )
     return manifest
-
-
-def _opened(path: Path) -> safe_open:
-    """Returns the tensors of a safetensors file, which are read when they are asked for."""
-    try:
-        return safe_open(path, "numpy")
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path}: truncated or damaged: {error}; remove it, and score its rows again"
-        ) from error
 
 
 class CachedTeacher:

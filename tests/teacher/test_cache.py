@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import resource
 import shutil
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 from cases import and_slow, needs_ray
 from runs import CONSTANT, MESH, SHORT, save_model, start, weights
+from safetensors.numpy import load_file, save_file
 from tiny_models import make_mesh, tiny_config, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
@@ -39,6 +41,7 @@ from jaxrl.score.__main__ import _parser, config_of, main
 from jaxrl.score.score_data import Scoring, open_folder, score, storage_error
 from jaxrl.teacher import cache as cache_module
 from jaxrl.teacher.cache import (
+    CHECKSUMS,
     FORMAT,
     HEAD,
     MANIFEST,
@@ -64,6 +67,7 @@ from jaxrl.types import (
     Rollout,
     SampledSignal,
     TeacherSignal,
+    TopKSignal,
     Trained,
 )
 
@@ -721,6 +725,72 @@ def test_a_damaged_shard_is_named(caches: dict[str, Path], tmp_path: Path) -> No
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(UserError, match="shard-00000.safetensors: truncated or damaged"):
         len(ScoreCache(folder))
+
+
+def stored_again(path: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    """Writes a whole file with other contents in the place of one."""
+    tensors = dict(load_file(path))
+    change(tensors)
+    save_file(tensors, path)
+
+
+def longer(tensors: dict[str, np.ndarray]) -> None:
+    tensors["lengths"] = tensors["lengths"] + 1
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "another value": lambda path: stored_again(path, lambda t: t["tail_logprob"].__imul__(2)),
+    "another key": lambda path: stored_again(path, lambda t: t["keys"].__ixor__(1)),
+    "no tensor": lambda path: stored_again(path, lambda t: t.pop("topk_ids")),
+    "other lengths": lambda path: stored_again(path, longer),
+    "another dtype": lambda path: stored_again(
+        path, lambda t: t.update(topk_ids=t["topk_ids"].view(np.float32))
+    ),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "empty": lambda path: path.write_bytes(b""),
+    "another file": lambda path: path.with_name("shard-00007.safetensors").write_bytes(
+        path.read_bytes()
+    ),
+}
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_no_damaged_score_is_read(
+    tiny: Any, rollout: Rollout, tmp_path: Path, checksums: bool
+) -> None:
+    """At the start, and while the run reads; of an older jaxrl's folder what its form tells."""
+    distill = DistillConfig(signal="topk", top_k=3, jsd_beta=0.5)
+    first = np.asarray(rollout.sequences.loss_mask).shape
+    ids, probs = np.zeros((*first, 3), np.int32), np.zeros((*first, 3), np.float32)
+    signal = TopKSignal(ids, probs, np.ones(first, np.float32))
+    names, folder = ("topk_ids", "topk_logprobs", "tail_logprob"), tmp_path / "s"
+    whole = stored(folder, tiny, rollout, signal, manifest(tiny, distill))
+    if not checksums:
+        (folder / CHECKSUMS).unlink()
+    right = ScoreCache(folder).signal(rollout.sequences, names, "float32")
+    for name, damage in DAMAGES.items():
+        if not checksums and name in ("another value", "another key", "another file"):
+            continue
+        kept = name in ("another key", "another file")  # what was opened is not read again
+        for begun in (False, True)[: 2 - kept]:
+            at = Path(shutil.copytree(folder, tmp_path / f"{name} {begun}"))
+            shard, cache = shard_files(at)[0], ScoreCache(at)
+            if begun:
+                cache.signal(rollout.sequences, names, "float32")
+            damage(shard)
+            with pytest.raises(UserError, match=r"shard-0000\d.safetensors"):
+                (cache if begun else ScoreCache(at)).signal(rollout.sequences, names, "float32")
+    if checksums:
+        assert len(whole.digests) == 3
+        again = ScoreCache(Path(shutil.copytree(folder, tmp_path / "again")))
+        again.signal(rollout.sequences, names, "float32")
+        os.utime(shard_files(again.path)[0])  # the same contents
+        np.testing.assert_array_equal(
+            again.signal(rollout.sequences, names, "float32").tail_logprob, right.tail_logprob
+        )
+    else:
+        ScoreWriter(folder)  # notes those of what is there
+        assert ScoreCache(folder).digests == whole.digests
 
 
 def test_bfloat16_lies_on_disk_as_it_is(tiny: Any, rollout: Rollout, tmp_path: Path) -> None:
