@@ -18,6 +18,7 @@ import numpy as np
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import DATA, data_rollout, make_rollout
 from jaxrl.data.stream import REFILL_OFFSET
+from jaxrl.formats.hf import TokenizerFiles
 from jaxrl.process.json_types import Keywords
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.runtime.worker import Future, Wait, done_future
@@ -45,7 +46,7 @@ class ActorRole(Protocol):
     def publish_to_teacher(self, version: int) -> Weights: ...
     def save(self, folder: Path, step: int) -> int: ...
     def saved(self, step: int) -> str | None: ...
-    def export(self, folder: Path, tokenizer_from: Path | None) -> str | None: ...
+    def export(self, folder: Path, tokenizer_from: TokenizerFiles | None) -> str | None: ...
 
 
 class TeacherRole(Protocol):

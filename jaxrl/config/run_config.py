@@ -103,9 +103,10 @@ class RunConfig(Section):
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume the run in `run_dir`, or start one where there is none. never: start a new run;
     refuse a `run_dir` that holds one. must: resume; refuse a `run_dir` without a run."""
-    resume_changed: bool = False
+    resume_changed: bool | tuple[str, ...] = False
     """Resume even where files of a model, a reward function or data have changed since the
-    checkpoint; each change is reported."""
+    checkpoint; each change is reported. A list of keys (`[data.train, reward.functions]`) allows
+    it for what these name alone."""
     seed: Count = 0
     """Seed of the data's order, of every sample and of every other random choice."""
     deterministic: Flag = False

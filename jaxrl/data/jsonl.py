@@ -1,8 +1,8 @@
 """Rows of prompts or chats as text: of JSONL, JSON and CSV files, and objects of a Python program.
 
 Every row is read and checked once, when the file is opened, so that a bad row is reported before a
-model is loaded. Of JSONL only line numbers and byte offsets stay in memory, and a row is read again
-when it is needed; all others are held.
+model is loaded. Of JSONL only line numbers, byte offsets and checksums stay in memory, and a row is
+read again when it is needed; all others are held.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import hashlib
 import io
 import json
 import pickle
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import numpy as np
 from jaxrl.data.example import Example, JsonObject, Part
 from jaxrl.data.rows import KEYS, Keys, kind, names_in, parse_row_json, plain, to_example
 from jaxrl.errors import UserError
+from jaxrl.formats.opened import has_changed
 
 BOM = b"\xef\xbb\xbf"
 
@@ -31,7 +34,7 @@ class JsonlFile(Part):
 
     def __init__(self, path: str | Path, keys: Keys = KEYS, label: str = "data.train"):
         self.name, self._keys, self._label = str(path), keys, label
-        lines, offsets, offset = [], [], 0  # lines from 1; bytes
+        lines, offsets, sums, offset = [], [], [], 0  # lines from 1; bytes
         fields: dict[str, None] = {}
         names: dict[str, None] = {}
         digest = hashlib.sha256()
@@ -46,12 +49,14 @@ class JsonlFile(Part):
                         names |= dict.fromkeys(names_in(row, self._keys))
                         lines.append(line)
                         offsets.append(offset)
+                        sums.append(zlib.crc32(raw))
                     offset += len(raw)
         except OSError as error:
             raise UserError(f"{self._label}: {self.name}: {error.strerror}") from error
         if not lines:
             raise UserError(f"{self._label}: {self.name}: no rows; each line is one JSON object")
         self._lines, self._offsets = np.array(lines, np.int64), np.array(offsets, np.int64)
+        self._sums = np.array(sums, np.uint32)
         self.columns, self._fields = tuple(names), tuple(fields)
         self._digest = digest.hexdigest()
 
@@ -66,12 +71,12 @@ class JsonlFile(Part):
 
     def __getitem__(self, index: int) -> Example:
         line = int(self._lines[index])
-        try:
-            with open(self.name, "rb") as file:
-                file.seek(self._offsets[index])
-                raw = file.readline()
-        except OSError as error:
-            raise UserError(f"{self._label}: {self.name}: {error.strerror}") from error
+        raw = None
+        with suppress(OSError), open(self.name, "rb") as file:
+            file.seek(self._offsets[index])
+            raw = file.readline()
+        if raw is None or zlib.crc32(raw) != self._sums[index]:
+            raise has_changed(f"{self._place(line)}")
         row = dict.fromkeys(self._fields) | self._parse(raw, line)
         return to_example(row, self._keys, self._place(line))
 

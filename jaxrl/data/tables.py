@@ -20,6 +20,7 @@ from typing import Any
 from jaxrl.data.example import Example, JsonObject, Part
 from jaxrl.data.rows import Keys, check_names, column_of, names_in, no_prompt, plain, to_example
 from jaxrl.errors import UserError
+from jaxrl.formats.opened import OpenedFile
 
 Table = Any
 """A `pyarrow.Table` or `RecordBatch`; Any, because pyarrow is an optional package."""
@@ -42,6 +43,7 @@ class TablePart(Part):
         self.name, self._keys, self._place = name, keys, f"{label}: {name}"
         with _readable(self._place):
             self._reader = open_reader()
+            self._opened = [OpenedFile(path, sha256_of) for path in self._reader.files]
             self._decode = row_decoder(self._reader.schema, self._reader.features)
         self._columns = columns = list(self._reader.schema.names)
         check_names(columns, self._place)
@@ -65,9 +67,8 @@ class TablePart(Part):
         with _readable(self._place):
             for batch in () if self._reader.files else self._reader.batches(self._columns):
                 whole.update(json.dumps(batch.to_pylist(), default=repr).encode())
-            for path in self._reader.files:
-                with open(path, "rb") as file:
-                    whole.update(hashlib.file_digest(file, "sha256").digest())
+            for file in self._opened:
+                whole.update(file.digest)
         return whole.hexdigest()
 
     def __len__(self) -> int:
@@ -75,6 +76,8 @@ class TablePart(Part):
 
     def __getitem__(self, index: int) -> Example:
         place = f"{self._place}: row {index}"
+        for file in self._opened:
+            file.check(place)
         with _readable(place):
             row = self._decode(self._reader.row(index).to_pylist()[0])
         return to_example(row, self._keys, place)
@@ -88,6 +91,12 @@ class TablePart(Part):
                 with _readable(f"{self._place}: row {start + at}"):
                     rows.append(self._decode(batch.slice(at, 1).to_pylist()[0]))
             return rows
+
+
+def sha256_of(path: str) -> bytes:
+    """Returns the digest of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 class GroupCache:

@@ -11,9 +11,10 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -222,7 +223,7 @@ def save_hf(
     params: Params,
     *,
     dtype: str = "bfloat16",
-    tokenizer_from: str | os.PathLike[str] | None = None,
+    tokenizer_from: TokenizerFrom | None = None,
 ) -> Path:
     """Writes a folder that transformers loads; one that stands there is replaced, in one rename.
 
@@ -232,7 +233,7 @@ def save_hf(
         params: in either layout, on any mesh; one tensor at a time visits the host.
         dtype: float32, float16 or bfloat16, of the stored weights.
         tokenizer_from: a folder whose tokenizer files are copied, or a GGUF file whose tokenizer is
-            written.
+            written, or these as they were read before.
     """
     read = weights.hf_tensors(config, params)
     unread = dict.fromkeys(weights.tensor_shapes(config))
@@ -258,7 +259,7 @@ def write_folder(
     read: Callable[[str], np.ndarray],
     *,
     dtype: str,
-    tokenizer_from: str | os.PathLike[str] | None = None,
+    tokenizer_from: TokenizerFrom | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Does what `save_hf` does, for anything that gives tensors by Hugging Face name: writes one
@@ -293,7 +294,7 @@ def write_description(
     folder: Path,
     config: DecoderConfig,
     dtype: str,
-    tokenizer_from: str | os.PathLike[str] | None = None,
+    tokenizer_from: TokenizerFrom | None = None,
 ) -> None:
     """Writes all of a model folder but its weights."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -320,28 +321,48 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
-    """Copies the tokenizer and chat templates of a folder, or writes those of a GGUF file.
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The files of a tokenizer and its chat templates as they were when they were read."""
 
-    What is written has transformers 4 and 5 read `tokenizer.json` as it is: the class that they
-    would choose depends on the model, of which a folder of adapters says nothing.
-    """
-    if Path(source).is_file():
-        from jaxrl.formats import gguf
+    contents: Mapping[str, bytes] = field(repr=False)
+    """By the path in their folder."""
 
-        gguf.load_tokenizer(source).save_pretrained(folder)
-    else:
-        for pattern in TOKENIZER_FILES:
-            for file in filter(Path.is_file, Path(source).glob(pattern)):
-                target = folder / file.relative_to(source)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, target)
-    if (folder / TOKENIZER).is_file():
-        file = folder / TOKENIZER_CONFIG
-        raw = read_json(file) if file.is_file() else {}
-        for key in ("backend", "is_local", "local_files_only"):  # of transformers 5 alone
-            raw.pop(key, None)
-        write_json(file, raw | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    @staticmethod
+    def read(source: str | os.PathLike[str]) -> TokenizerFiles:
+        """Reads those of a folder, or makes those of a GGUF file.
+
+        They are such that transformers 4 and 5 read `tokenizer.json` as it is: the class that they
+        would choose depends on the model, of which a folder of adapters says nothing.
+        """
+        if Path(source).is_file():
+            from jaxrl.formats import gguf
+
+            with tempfile.TemporaryDirectory() as made:
+                gguf.load_tokenizer(source).save_pretrained(made)
+                return TokenizerFiles.read(made)
+        folder, contents = Path(source), dict[str, bytes]()
+        for file in filter(Path.is_file, chain(*map(folder.glob, TOKENIZER_FILES))):
+            contents[str(file.relative_to(folder))] = file.read_bytes()
+        if TOKENIZER in contents:
+            raw = read_json(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in contents else {}
+            for key in ("backend", "is_local", "local_files_only"):  # of transformers 5 alone
+                raw.pop(key, None)
+            raw["tokenizer_class"] = "PreTrainedTokenizerFast"
+            contents[TOKENIZER_CONFIG] = json_text(raw).encode()
+        return TokenizerFiles(contents)
+
+
+TokenizerFrom = str | os.PathLike[str] | TokenizerFiles
+"""A folder, a GGUF file, or what was read of either."""
+
+
+def save_tokenizer(source: TokenizerFrom, folder: Path) -> None:
+    """Writes the files of a tokenizer and its chat templates into a folder."""
+    read = source if isinstance(source, TokenizerFiles) else TokenizerFiles.read(source)
+    for name, contents in read.contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(contents)
 
 
 def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, Path]]:
@@ -609,7 +630,11 @@ def _remove(place: Path) -> None:
 
 def write_json(file: Path, value: JsonObject) -> None:
     """Writes a value as the files of a model folder have it."""
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    file.write_text(json_text(value), encoding="utf-8")
+
+
+def json_text(value: JsonObject) -> str:
+    return json.dumps(value, indent=2) + "\n"
 
 
 class TorchBinFolder:

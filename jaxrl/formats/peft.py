@@ -248,7 +248,7 @@ def save(
     model: DecoderConfig,
     base: str,
     adapters: Params,
-    tokenizer_from: str | os.PathLike[str] | None = None,
+    tokenizer_from: hf.TokenizerFrom | None = None,
 ) -> Path:
     """Writes a folder that PEFT loads; one that stands there is replaced, in one rename.
 
@@ -271,7 +271,7 @@ def write(
     model: DecoderConfig,
     base: str,
     pairs: Mapping[str, Pair],
-    tokenizer_from: str | os.PathLike[str] | None = None,
+    tokenizer_from: hf.TokenizerFrom | None = None,
 ) -> Path:
     """Does what `save` does, for pairs."""
     tensors, within = {}, _within(base)

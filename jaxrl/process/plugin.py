@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import pickle
+import pickletools
 import sys
+import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +25,9 @@ from jaxrl.process.child_python import look_in, working_directory_too
 
 PYTHON = "python:"
 """Begins the name that a config has for an object of a Python program."""
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of packages, whose code is not the user's own."""
+OURS = Path(__file__).parents[1]
 
 
 def is_plugin(text: str) -> bool:
@@ -45,10 +53,19 @@ class CodeSource:
     """Of the class or function."""
     place: str = ""
     """Absolute path of its file, or dotted name of its module."""
-    digest: str = ""
-    """sha256 of the file, in hex, when the run began: no process may run another one."""
+    files: tuple[tuple[str, str], ...] = ()
+    """Its file and those of the user's that it imports, each with its sha256, in hex, when the run
+    began: no process may run others (`code_files`)."""
     code: bytes = b""
     """The object itself, pickled by cloudpickle, where a Python program gave it."""
+
+    @property
+    def digest(self) -> str:
+        """Returns a digest of the contents of the files, wherever they are; "" without files."""
+        contents = [digest for _, digest in self.files]
+        if len(contents) < 2:
+            return "".join(contents)
+        return hashlib.sha256(" ".join(contents).encode()).hexdigest()
 
 
 def locate(text: str, key: str, kind: str, given: Mapping[str, bytes], call: str) -> CodeSource:
@@ -71,7 +88,7 @@ def locate(text: str, key: str, kind: str, given: Mapping[str, bytes], call: str
                 f"{key}: {text} is a {kind.lower()} of a Python program: give it from there, as in"
                 f" train(config, {call.format(name)})"
             )
-        return CodeSource(text, name, code=given[text])
+        return CodeSource(text, name, files=_pickled_files(given[text]), code=given[text])
     place, _, name = text.rpartition(":")
     if not place or not name.isidentifier():
         raise UserError(f"{key}: {text!r} must be path/to/file.py:{kind} or module:{kind}")
@@ -82,15 +99,93 @@ def locate(text: str, key: str, kind: str, given: Mapping[str, bytes], call: str
                 f"{key}: {text}: there is no file {path} (a relative path is one from the folder of"
                 " the config file that names it, or from the working directory)"
             )
-        return CodeSource(text, name, str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+        return CodeSource(text, name, str(path), code_files(str(path)))
     if not all(part.isidentifier() for part in place.split(".")):
         raise UserError(f"{key}: {text}: {place!r} is neither a .py file nor the name of a module")
-    return CodeSource(text, name, place)
+    return CodeSource(text, name, place, code_files(place))
 
 
 def is_file(place: str) -> bool:
     """Returns whether `place` is the path of a file, and not the name of a module."""
     return place.endswith(".py") or "/" in place
+
+
+def code_files(place: str) -> tuple[tuple[str, str], ...]:
+    """Returns the file of `path/to/file.py` or of a module, and the files that it imports from the
+    user's own folders, directly or not, each with its sha256 in hex. Nothing is run: it is what the
+    import statements name, wherever they stand.
+    """
+    if is_file(place):
+        return _with_imports([Path(place)], [str(Path(place).parent)])
+    run = _files_of(place.split("."), own=False)
+    return _with_imports(run[-1:] + [path for path in run[:-1] if _is_own(path)])
+
+
+def _pickled_files(code: bytes) -> tuple[tuple[str, str], ...]:
+    """Returns the same of the user's modules that an object is unpickled from."""
+    words = {word for _, word, _ in pickletools.genops(code) if isinstance(word, str)}
+    names = sorted(word for word in words if all(map(str.isidentifier, word.split("."))))
+    return _with_imports([path for name in names for path in _files_of(name.split("."))])
+
+
+def _with_imports(first: Sequence[Path], beside: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
+    found: dict[Path, str] = {}
+    left = list(first)
+    for path in left:  # it grows
+        if path in found:
+            continue
+        try:
+            text = path.read_bytes()
+        except OSError:  # the process that imports it says why
+            continue
+        found[path] = hashlib.sha256(text).hexdigest()
+        for level, parts in _imports(text) if _is_own(path) else ():
+            folder = path.parents[level - 1 : level] if level else ()
+            left += _files_in(folder, parts) if level else _files_of(parts, beside)
+    return tuple((str(path), digest) for path, digest in found.items())
+
+
+@lru_cache(1024)
+def _imports(text: bytes) -> list[tuple[int, list[str]]]:
+    """Returns what the import statements of a file name: how many folders up, and the words."""
+    found = []
+    with suppress(SyntaxError, ValueError, RecursionError):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                found += [(0, name.name.split(".")) for name in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                package = node.module.split(".") if node.module else []
+                found += [(node.level, [*package, name.name]) for name in node.names]
+    return found
+
+
+def _files_of(parts: Sequence[str], beside: Sequence[str] = (), own: bool = True) -> list[Path]:
+    """Returns the files that are run to import a module, its packages' first; as far as they are
+    there, and, with `own`, the user's."""
+    spec = None
+    with suppress(ImportError, ValueError, AttributeError):
+        spec = importlib.util.find_spec(parts[0]) or PathFinder.find_spec(parts[0], [*beside])
+    if spec is None:
+        return []
+    files = [Path(spec.origin)] if spec.has_location and spec.origin else []
+    files += _files_in([Path(one) for one in spec.submodule_search_locations or ()], parts[1:])
+    return [path for path in files if path.suffix == ".py" and (_is_own(path) or not own)]
+
+
+def _files_in(folders: Sequence[Path], parts: Sequence[str]) -> list[Path]:
+    if not parts or not folders:
+        return []
+    files = []
+    for folder in folders:
+        for path in (folder / parts[0] / "__init__.py", folder / f"{parts[0]}.py"):
+            files += [path] if path.is_file() else []
+    return files + _files_in([folder / parts[0] for folder in folders], parts[1:])
+
+
+def _is_own(path: Path) -> bool:
+    """Returns whether code is the user's: not of Python, an installed package or jaxrl."""
+    installed = (Path(sysconfig.get_path("stdlib")), OURS)
+    return not (INSTALLED & {*path.parts} or any(path.is_relative_to(one) for one in installed))
 
 
 @cache
@@ -129,7 +224,15 @@ def load_source(source: CodeSource, key: str, kind: str) -> Any:
     Raises:
         UserError: its file has changed since, it cannot be unpickled, or as `load_object` raises.
     """
-    place, digest = source.place, source.digest
+    for path, digest in source.files:
+        now = None
+        with suppress(OSError):
+            now = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        if now != digest:
+            raise UserError(
+                f"{key}: {path} has changed since the run began: a part of the run would be with"
+                f" another {kind.lower()}; start the run again"
+            )
     if source.code:
         try:
             return pickle.loads(source.code)
@@ -138,13 +241,8 @@ def load_source(source: CodeSource, key: str, kind: str) -> Any:
                 f"{key}: {source.text} cannot be loaded in another process:"
                 f" {type(error).__name__}: {error}; write it in a file, and name it path.py:{kind}"
             ) from error
-    if digest and hashlib.sha256(Path(place).read_bytes()).hexdigest() != digest:
-        raise UserError(
-            f"{key}: {place} has changed since the run began: a part of the run would be with"
-            f" another {kind.lower()}; start the run again"
-        )
     try:
-        return load_object(f"{place}:{source.name}", f"{kind.lower()} ")
+        return load_object(f"{source.place}:{source.name}", f"{kind.lower()} ")
     except UserError as error:
         raise UserError(f"{key}: {error}") from error.__cause__
 

@@ -21,7 +21,7 @@ from jaxrl.checkpoint.writer import Saving, load_arrays, save_arrays
 from jaxrl.config.schema import Config
 from jaxrl.errors import RunError
 from jaxrl.formats import peft
-from jaxrl.formats.hf import save_hf
+from jaxrl.formats.hf import TokenizerFiles, save_hf
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.losses.token_spans import span_baseline
 from jaxrl.models.config import DecoderConfig
@@ -368,7 +368,7 @@ class Actor:
             self._savings.pop(step, None)
         return None
 
-    def export(self, folder: Path, tokenizer_from: Path | None) -> str | None:
+    def export(self, folder: Path, tokenizer_from: TokenizerFiles | None) -> str | None:
         """Writes the policy as a Hugging Face folder, or its adapters as a PEFT folder. Returns
         None or the error of the disk."""
         dtype, params = self.config.actor.param_dtype, self.state.params

@@ -23,6 +23,7 @@ from jaxrl.data.example import Split
 from jaxrl.data.tokenizer import decode_text
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
+from jaxrl.formats.opened import has_changed
 from jaxrl.models.kernels import GPU
 from jaxrl.models.packing import RowDevices
 from jaxrl.plan import make_plan, target_plan
@@ -201,7 +202,10 @@ def _run(run: Run) -> None:
         except RunLost as error:
             if run.interrupt.asked:
                 raise
-            newest = find_run(run.folder.path, config, dependencies(run.job))
+            now = dependencies(run.job)
+            if names := changes(dict(run.folder.depends), now):
+                raise has_changed(f"what {' and '.join(names)} names") from error
+            newest = find_run(run.folder.path, config, now)
             run.folder = replace(newest, lock=run.folder.lock)
             lost = 1 if newest.step > reached else lost + 1
             reached, most = max(reached, newest.step), config.ray.max_restarts
@@ -219,7 +223,8 @@ def _attempt(run: Run) -> None:
     job, plan, config, folder = run.job, run.plan, run.job.config, run.folder
     notify, path = run.notify, folder.path
     restore = None if folder.checkpoint is None else folder.checkpoint.path
-    setup = job.for_workers(plan.axes, path, restore, first_prompts(job, folder.step))
+    first = first_prompts(job, folder.step)
+    setup = job.for_workers(plan.axes, path, restore, first, folder.depends)
     packing = setup.packing(plan.inputs.target)
     generated = _generated_ahead(run, packing)  # before anything of the folder is replaced
     worker_group = start_roles(setup, plan, notify)
@@ -328,8 +333,7 @@ def _attempt(run: Run) -> None:
         if (ending := worker_group.ending) is not None:
             raise RunError(f"{ending}\n{at}")
         calls = Calls(config, {"actor": worker_group.handle("actor")})
-        tokenizer_path = job.student.tokenizer_path
-        exported = calls.call("actor", ActorRole.export, path / FINAL, tokenizer_path)
+        exported = calls.call("actor", ActorRole.export, path / FINAL, job.tokenizer_files)
         if (problem := exported.result()) is not None:
             whole = f"checkpoint {saved} is whole"
             raise RunError(
@@ -357,8 +361,8 @@ def first_prompts(job: Job, step: int) -> dict[Split, Sequence[Prompt]]:
 
 def _describe_policy(job: Job, folder: Path) -> None:
     """Writes the config and the tokenizer of the policy: what its weights are read with."""
-    dtype, tokenizer = job.config.actor.param_dtype, job.student.tokenizer_path
-    hf.write_description(folder, job.student.config, dtype, tokenizer)
+    dtype = job.config.actor.param_dtype
+    hf.write_description(folder, job.student.config, dtype, job.tokenizer_files)
     if job.student.config.lora is not None:
         peft.describe(folder, job.student.config, job.student.base_name)
 

@@ -4,11 +4,11 @@ for training and `jaxrl evaluate`."""
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,7 +16,7 @@ import cloudpickle
 
 from jaxrl.algorithms.methods import configured_correction, method_of, objective_notes, on_policy
 from jaxrl.algorithms.signals import prompt_weights, row_weights
-from jaxrl.checkpoint.fingerprint import digest_file, digest_model
+from jaxrl.checkpoint.fingerprint import changes, digest_file, digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_model, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
@@ -45,7 +45,9 @@ from jaxrl.data.tokenizer import (
 from jaxrl.environments import environment_process as environments
 from jaxrl.environments.episode_batches import Episodes, pool_of
 from jaxrl.errors import UserError, about, user_input
+from jaxrl.formats.hf import TokenizerFiles
 from jaxrl.formats.hub import data_name, find_folder
+from jaxrl.formats.opened import has_changed
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.bert import read_encoder
 from jaxrl.models.config import DecoderConfig
@@ -484,6 +486,8 @@ class Setup:
     run_dir: Path = Path()
     restore: Path | None = None
     """The checkpoint that the actor resumes from."""
+    opened: Mapping[str, str] = field(default_factory=dict)
+    """What the run depends on -> its digest when it began (`dependencies`)."""
     first_prompts: Mapping[Split, Sequence[Prompt]] = field(default_factory=dict)
     """Those that the rollout samples first, in their order."""
 
@@ -515,6 +519,8 @@ class Job(Setup):
 
     aligner: Aligner | None = None
     train: PromptStream
+    tokenizer_files: TokenizerFiles | None
+    """Of the student as the run began, for its checkpoints and the trained model."""
     held_out: tuple[EvalSet, ...]
     judge: Verifier
     long_completions: int = 0
@@ -555,6 +561,7 @@ class Job(Setup):
         run_dir: Path,
         restore: Path | None = None,
         first_prompts: Mapping[Split, Sequence[Prompt]] = MappingProxyType({}),
+        opened: Mapping[str, str] = MappingProxyType({}),
     ) -> Setup:
         """Returns what workers need of the job, once meshes and folder are known."""
         kept = {one.name: getattr(self, one.name) for one in fields(Setup)}
@@ -565,6 +572,7 @@ class Job(Setup):
             run_dir=run_dir,
             restore=restore,
             first_prompts=dict(first_prompts),
+            opened=dict(opened),
         )
 
     def data_notes(self) -> list[str]:
@@ -597,6 +605,7 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
             open_source(missing, config.seed, split, keys(config), label)
     source = open_source(d.train, config.seed, "train", keys(config), given=given.rows)
     student, tokenizer, eos_ids, token_note = _student(config)
+    path = student.tokenizer_path
     teachers = find_teachers(config, student, tokenizer, eos_ids)
     vocabulary = student.config.vocab_size
     encode = encoder(config, tokenizer, eos_ids, vocabulary, True, teachers.prompt_tokenizer)
@@ -646,6 +655,7 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
         aligner=teachers.aligner,
         given=given.code,
         train=train,
+        tokenizer_files=None if path is None else TokenizerFiles.read(path),
         long_completions=long_completions,
         held_out=held_out,
         judge=verifier(config.data.verifier),
@@ -796,66 +806,103 @@ def _here(label: str, sources: Sequence[str], split: Split, elsewhere: bool) -> 
         ]
 
 
+READS: Mapping[str, tuple[str, ...]] = {
+    "actor": ("student.", "teacher"),
+    "rollout": ("student.", "environment."),
+    "teacher": ("teacher", "environment."),
+    "reference": ("student.",),
+    "reward": ("reward.",),
+    "grouper": ("grouper.",),
+}
+"""Role -> how the keys begin that name what its worker opens."""
+
+
 def dependencies(job: Job) -> dict[str, str]:
     """Maps what a run depends on beside its config (weights, data, reward functions, environment),
     by key and value, to its digest. A checkpoint notes them, so that a run that resumes notices
     what has changed."""
-    config = job.config
-    weights = config.needs_reference or config.trains_adapters
-    student = job.student.path if weights else job.student.tokenizer_path
     found = {"data.train": job.train.fingerprint}
-    if student is not None:
-        found[f"student.model={config.student.model}"] = digest_model(student, weights)
-    teachers = {} if config.teacher_follows else job.teachers
-    for name, teacher in teachers.items():
-        model = config.teacher_models[name]
-        found[f"{config.teacher_key(name)}={model}"] = digest_model(teacher.path)
-    for adapter in (source.adapter for source in (job.student, *teachers.values())):
-        if adapter is not None:
-            found[f"base model {adapter.base}"] = digest_model(adapter.base_path)
-    for name, info in job.served.items():
-        if isinstance(info, Info):  # completions servers have no fingerprint
-            found[config.teacher_key(name, "address")] = info.fingerprint
-    if job.cache is not None:
-        scores = f"teacher.cache={config.teacher.cache}"
-        found[scores] = digest_file(job.cache.path / MANIFEST)
-        found |= {f"{scores}/{name}": digest for name, digest in job.cache.digests.items()}
     for one in job.held_out:
         prompts = repr([(prompt.text, prompt.answer) for prompt in one.prompts])
         name = f"data.eval.{one.name}" if one.name else "data.eval"
         found[name] = hashlib.sha256(prompts.encode()).hexdigest()
-    asked = config.environment.name
-    if asked is not None and not asked.startswith(PYTHON):
-        environment = environments.find(asked)
-        path = Path(environment.place) if environment.digest else _module_file(environment.place)
-        if path is not None:
-            found[f"environment.name={asked}"] = digest_file(path)
-    if not config.learns_from_rewards:
-        return found
-    for text in config.reward.functions:
-        if text.startswith(PYTHON):  # of a Python program: the config has its digest
-            continue
-        source = find_reward(text)
-        path = Path(source.place) if source.digest else _module_file(source.place)
-        if source.option == "code" and path is not None:
-            found[f"reward.functions={text}"] = digest_file(path)
-    if config.reward.model is not None:
-        folder = find_folder(config.reward.model)
-        found[f"reward.model={config.reward.model}"] = digest_model(folder)
-    if config.grouper.model is not None and config.policy.advantages == "similarity":
-        folder = find_folder(config.grouper.model)
-        found[f"grouper.model={config.grouper.model}"] = digest_model(folder)
+    for _, digest in _inputs(job):
+        found |= digest()
     return found
 
 
-def _module_file(module: str) -> Path | None:
-    """Finds the file of a module without importing it or its packages."""
-    top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top) if top.isidentifier() else None
-    if spec is None or spec.origin is None:
-        return None
-    if not rest:
-        return Path(spec.origin)
-    folder = Path(spec.origin).parent.joinpath(*rest)
-    files = (folder.with_suffix(".py"), folder / "__init__.py")
-    return next((file for file in files if file.is_file()), None)
+def check_inputs(setup: Setup, role: str) -> None:
+    """Raises UserError where something that the worker of a role is about to open, maybe again, is
+    not what the run began with."""
+    for key, digest in _inputs(setup):
+        if key.startswith(READS[role]) and (names := changes(dict(setup.opened), digest())):
+            raise has_changed(f"what {' and '.join(names)} names")
+
+
+def _inputs(setup: Setup) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
+    """Yields the key of each thing that the roles of a run open, and a function that maps it, by
+    key and value, to its digest now."""
+    config = setup.config
+    weights = config.needs_reference or config.trains_adapters
+    student = setup.student.path if weights else setup.student.tokenizer_path
+    teachers = {} if config.teacher_follows else setup.teachers
+
+    def model(key: str, name: str, place: Path, weights: bool = True) -> dict[str, str]:
+        return {f"{key}={name}": digest_model(place, weights)}
+
+    def base(source: ModelSource) -> dict[str, str]:
+        adapter = source.adapter
+        return (
+            {}
+            if adapter is None
+            else {f"base model {adapter.base}": digest_model(adapter.base_path)}
+        )
+
+    def folder(key: str, name: str) -> dict[str, str]:
+        return model(key, name, find_folder(name))
+
+    def scores(folder: str) -> dict[str, str]:
+        cache, name = ScoreCache(folder), f"teacher.cache={folder}"
+        each = {f"{name}/{file}": digest for file, digest in cache.digests.items()}
+        return {name: digest_file(cache.path / MANIFEST)} | each
+
+    if student is not None:
+        key = "student.model"
+        yield key, partial(model, key, config.student.model, student, weights)
+    yield "student.model", partial(base, setup.student)
+    for name, teacher in teachers.items():
+        key = config.teacher_key(name)
+        yield key, partial(model, key, config.teacher_models[name], teacher.path)
+        yield key, partial(base, teacher)
+    for name, info in setup.served.items():
+        if isinstance(info, Info):  # completions servers have no fingerprint
+            key = config.teacher_key(name, "address")
+            yield key, partial(dict[str, str], {key: info.fingerprint})
+    if config.teacher.cache is not None:
+        yield "teacher.cache", partial(scores, config.teacher.cache)
+    asked = config.environment.name
+    if asked is not None and not asked.startswith(PYTHON):
+        yield "environment.name", partial(_code_digests, "environment.name", asked)
+    if not config.learns_from_rewards:
+        return
+    for text in config.reward.functions:
+        if not text.startswith(PYTHON):  # of a Python program: the config has its digest
+            yield "reward.functions", partial(_code_digests, "reward.functions", text)
+    embeds = config.policy.advantages == "similarity"
+    grouper = config.grouper.model if embeds else None
+    for key, asked in {"reward.model": config.reward.model, "grouper.model": grouper}.items():
+        if asked is not None:
+            yield key, partial(folder, key, asked)
+
+
+def _code_digests(key: str, text: str) -> dict[str, str]:
+    """Maps the file of the user's code, and each that it imports, to its digest; none for rewards
+    of ours."""
+    source = environments.find(text) if key == "environment.name" else find_reward(text)
+    files = [Path(path) for path, _ in source.files]
+    names = [path.name for path in files]
+    for i, path in enumerate(files):
+        with suppress(ValueError):  # elsewhere
+            names[i] = str(path.relative_to(files[0].parent))
+    keys = [f"{key}={text}", *(f"{key}={text}, {name}" for name in names[1:])]
+    return {key: digest_file(path) for key, path in zip(keys, files, strict=True)}

@@ -46,7 +46,7 @@ from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import TEMPLATE_TOKENS, Reward, RewardModel, open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.update import first_rows_program
-from jaxrl.run.job import Setup, episodes, reward_functions
+from jaxrl.run.job import Setup, check_inputs, episodes, reward_functions
 from jaxrl.runtime.worker import Future, LocalWorkerGroup, WorkerGroup
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ledger import HOST, current
@@ -113,7 +113,7 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     try:
         for pool in plan.placement.pools:
             roles = [role for role in pool.roles if role in plan.runs]
-            makers = {role: partial(MAKERS[role], setup, meshes) for role in roles}
+            makers = {role: partial(make_role, role, setup, meshes) for role in roles}
             devices = [d for role in roles if role in meshes for d in meshes[role].devices.flat]
             starting |= worker_group.start(pool.name, devices, makers, deadline, setup.config.lazy)
         for role, started in starting.items():
@@ -184,7 +184,7 @@ def pool_makers(
         for role in roles
         if role in axes
     }
-    return {role: partial(MAKERS[role], setup, meshes) for role in roles if role in MAKERS}
+    return {role: partial(make_role, role, setup, meshes) for role in roles if role in MAKERS}
 
 
 def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
@@ -395,6 +395,12 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
     "grouper": make_grouper,
 }
 """Role -> (setup, the meshes of the roles that this process has) -> the role."""
+
+
+def make_role(role: str, setup: Setup, meshes: Mapping[str, Mesh]) -> object:
+    """Makes a role of what the run began with, also in a worker that is started again."""
+    check_inputs(setup, role)
+    return MAKERS[role](setup, meshes)
 
 
 def _sampler(

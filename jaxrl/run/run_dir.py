@@ -35,7 +35,7 @@ from jaxrl.telemetry.timeline import TIMELINE_FILE
 
 SESSIONS_FILE = "sessions.jsonl"
 """A line for each start of the run whose steps are kept: the step that it began after, its mesh,
-and `provenance`."""
+`provenance`, and what had changed since (`resume_changed`)."""
 LOCK = "lock"
 ROWS = (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE, SESSIONS_FILE)
 """What grows with the steps."""
@@ -52,6 +52,8 @@ class RunDir:
     """What was found there, for the reader."""
     depends: Mapping[str, str] = field(default_factory=dict)
     """What the run depends on -> its digest."""
+    changed: tuple[str, ...] = ()
+    """Of these, what is not what it was at the checkpoint, and `resume_changed` allows."""
     lock: Lock | None = None
 
     @property
@@ -87,6 +89,8 @@ class RunDir:
         on."""
         kept = [one for one in sessions(self.path) if one["step"] < self.step]
         begun = {"step": self.step, "mesh": mesh, **provenance()}
+        if self.changed:
+            begun["changed"] = [*self.changed]
         return "".join(json.dumps(one) + "\n" for one in (*kept, begun))
 
     def finished(self, steps: int) -> bool:
@@ -415,9 +419,14 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
         return RunDir(path, None, tuple(notes), depends)
     manifest = checkpoint.manifest
     names = changes(manifest.digests, dict(depends))
-    if names and not config.resume_changed:
+    allowed = config.resume_changed
+    if isinstance(allowed, tuple):  # `reward.functions` allows each of them
+        refused = [name for name in names if not name.startswith(allowed)]
+    else:
+        refused = [] if allowed else names
+    if refused:
         raise UserError(
-            f"run_dir={path}: what {' and '.join(names)} names has changed since step"
+            f"run_dir={path}: what {' and '.join(refused)} names has changed since step"
             f" {checkpoint.step} of the run there; put it back, name another run_dir, or set"
             " resume_changed=true to resume with the present contents"
         )
@@ -429,4 +438,4 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
     ]
     notes.append(f"resuming from step {checkpoint.step} of {config.steps} ({checkpoint.path})")
     notes += [f"changed since: {line}" for line in changed]
-    return RunDir(path, checkpoint, tuple(notes), depends)
+    return RunDir(path, checkpoint, tuple(notes), depends, tuple(names))

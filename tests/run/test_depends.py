@@ -176,3 +176,16 @@ def test_an_exported_model_goes_only_where_a_checkpoint_has_it(
     folder.clear_final(notes.append)
     assert [p.name for p in tmp_path.glob("final*")] == ([] if left is None else [left])
     assert len(notes) == (left is not None)
+
+
+def test_only_what_is_listed_may_change(run: Path) -> None:
+    other = {"data.train": "g", "teacher.model=t": "2"}
+    for listed in ("[data.train]", "[teacher.model]", "[]"):
+        config = Config.load(None, [f"run_dir={run}", f"resume_changed={listed}"])
+        with pytest.raises(UserError) as error:
+            find_run(run, config, other)
+        assert ("data.train" in str(error.value)) != ("data.train" in listed)
+    config = Config.load(None, [f"run_dir={run}", "resume_changed=[data.train,teacher.model]"])
+    found = find_run(run, config, other)
+    assert found.changed == ("data.train", "teacher.model=t")
+    assert json.loads(found.sessions_with("m").splitlines()[-1])["changed"] == [*found.changed]
