@@ -347,9 +347,15 @@ def split_files(name: HubName, split: Split) -> list[str]:
     Raises:
         UserError: there is no such configuration or split.
     """
-    there = list(hub.files(name))
+    there, configs = list(hub.files(name)), _front_matter(name)
+    if not hub.has_list(name):  # what the README names is there too, though not in the cache
+        there += sorted(_paths_named(configs) - {*there})
+    with hub.about_list(name):
+        return _split_files(name, split, _described(there, configs) or _inferred(there))
+
+
+def _split_files(name: HubName, split: Split, layout: Layout) -> list[str]:
     config, asked = (*name.rest.split(":")[1:], "", "")[:2]
-    layout = _described(there, _front_matter(name)) or _inferred(there)
     if not layout:
         raise UserError(f"{name.asked}: the repository has no {FORMATS} files{_try(name)}")
     splits = layout[_config(name, layout, config)]
@@ -447,6 +453,18 @@ def _described(there: Sequence[str], configs: Sequence[object]) -> Layout:
         if config.get("default"):
             layout.setdefault("default", layout[name])
     return {name: splits for name, splits in layout.items() if splits}
+
+
+def _paths_named(configs: Sequence[object]) -> set[str]:
+    """Returns the files that a README names one by one."""
+    paths = set()
+    for config in configs:
+        if not isinstance(config, dict):
+            continue
+        folder = PurePosixPath(_word(config.get("data_dir") or "").strip("/"))
+        for _, patterns in _patterns(config.get("data_files")):
+            paths |= {str(folder / path) for path in patterns if path and not _WILD.search(path)}
+    return paths
 
 
 def _word(value: object) -> str:

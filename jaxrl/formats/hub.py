@@ -4,7 +4,9 @@ model may also be a folder, or in an installed Python package (`find_folder`).
 All goes through `huggingface_hub` and its cache, so that HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN and
 HF_HOME mean what they mean elsewhere. Only what jaxrl reads is fetched: json, tokenizers,
 safetensors. A file is there whole or not at all, and of several processes on a host that want it
-one fetches it. What is not on the hub, or cannot be fetched, is a UserError of one line.
+one fetches it. What is not on the hub, or cannot be fetched, is a UserError of one line. Where the
+hub is not asked (HF_HUB_OFFLINE) or does not answer, what the cache has counts, also a cache that
+an older library filled, which kept no list of a repository's files.
 
 | name | is |
 |---|---|
@@ -29,8 +31,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -51,6 +54,8 @@ DESCRIPTION = (
     *("modules.json", "sentence_bert_config.json", "[0-9]_*/config.json"),
 )
 """Patterns of the files that a plan and a tokenizer are made of."""
+TOKENS = (hf.TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "sentencepiece.bpe.model")
+"""A tokenizer has one of these."""
 README = "README.md"
 CARD = (README, ".gitattributes")
 """What is fetched of a repository to have its list of files; it may lack the first."""
@@ -148,10 +153,20 @@ def folder(name: HubName) -> Path:
 
         asked = name.rest.removeprefix("/")
         parts = weights.gguf_parts(asked)
-        places = {file: _verified(name, partial(hf_hub_download, filename=file)) for file in parts}
+        places: dict[str, Path] = {}
+        for file in parts:
+            try:
+                places[file] = _verified(name, partial(hf_hub_download, filename=file))
+            except Unreachable as error:
+                raise error.of(name, file) from None
         return places[asked]
     place = snapshot(name, DESCRIPTION)
+    if (place / hf.TOKENIZER_CONFIG).is_file() and not any(
+        (place / file).is_file() for file in TOKENS
+    ):
+        _check_listed(name, hf.TOKENIZER)
     if not any((place / file).is_file() for file in ("config.json", "modules.json", ADAPTER)):
+        _check_listed(name, "config.json")
         _forget_list(name)
         raise UserError(
             f"{name.asked}: the repository on the hub has no config.json, so it is no model folder;"
@@ -168,7 +183,7 @@ def with_weights(name: HubName) -> Path:
         return place
     wanted = _weight_files(name, place)
     lacking = _lacking(name, place, wanted)
-    if wanted == lacking == [hf.SINGLE] and hf.SINGLE not in files(name):
+    if wanted == lacking == [hf.SINGLE] and hf.SINGLE not in files(name) and has_list(name):
         _forget_list(name)
         raise UserError(
             f"{name.asked}: the repository on the hub has no {hf.SINGLE}; only safetensors are"
@@ -182,16 +197,20 @@ def with_weights(name: HubName) -> Path:
 def complete(name: HubName, place: Path, wanted: Sequence[str]) -> None:
     """Fetches those of the files of a pinned name that its folder in the cache lacks."""
     missing = _lacking(name, place, wanted)
-    if missing and not is_offline():
-        for file in missing:
+    if missing:
+        for file in missing if not is_offline() else ():
             target = (place / file).resolve()  # nothing outside of the repository in the cache
             if target.is_file() and target.is_relative_to(place.parents[1].resolve()):
                 target.unlink()  # half-written, as by a copy of the cache that broke off
-        _fetch(name, tuple(wanted))
+        try:
+            _fetch(name, tuple(wanted))
+        except Unreachable as error:
+            raise error.of(name, missing[0]) from None
         missing = _lacking(name, place, wanted)
     if missing and is_offline():
-        raise UserError(not_cached(name, missing[0]))
+        raise _offline(name, missing[0])
     if missing:
+        _check_listed(name, missing[0])
         _forget_list(name)
         why = f"the repository on the hub has no {missing[0]}"
         if (place / missing[0]).is_file():
@@ -216,26 +235,76 @@ def is_whole(name: HubName, place: Path) -> bool:
 
 
 def snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
-    """Returns the folder in the cache with the files of a pinned name that fit a pattern."""
-    return _snapshot(name, patterns, _constants().HF_HUB_CACHE)
+    """Returns the folder in the cache with the files of a pinned name that fit a pattern; of those
+    that are there already, where the hub cannot be asked."""
+    try:
+        return _snapshot(name, patterns, _constants().HF_HUB_CACHE)
+    except Unreachable as error:
+        place = _storage(name) / SNAPSHOTS / str(name.sha)
+        if not place.is_dir():
+            raise
+        there = _cached_list(name) or _here(place)
+        for file in there:
+            if any(fnmatchcase(file, one) for one in patterns) and not (place / file).is_file():
+                raise error.of(name, file) from None
+        return place
 
 
 def files(name: HubName) -> dict[str, int]:
-    """Returns path -> bytes of all files of a pinned name."""
+    """Returns path -> bytes of all files of a pinned name; without its list (`has_list`), of those
+    that the cache has, with 0 for one that it lacks of a numbered series."""
+    if not has_list(name):
+        place = snapshot(name, CARD)  # the list comes with whatever is fetched
+        if not has_list(name):
+            return _here(place)
+    return _cached_list(name) or {}
+
+
+def has_list(name: HubName) -> bool:
+    """Returns whether the cache has the list of a pinned name's files. No hub is asked."""
+    return _cached_list(name) is not None
+
+
+def _here(place: Path) -> dict[str, int]:
+    """Returns `files` of a folder in the cache. A link whose file is gone counts as lacking."""
+    found = [path for path in place.rglob("*") if path.is_symlink() or path.is_file()]
+    sizes = {
+        path.relative_to(place).as_posix(): path.stat().st_size if path.is_file() else 0
+        for path in sorted(found)
+    }
+    for match in filter(None, map(_OF_A_SERIES.fullmatch, list(sizes))):
+        for i in range(min(int(match["count"]), MOST_IN_A_SERIES)):
+            sizes.setdefault(f"{match['before']}{i:05d}-of-{match['count']}{match['after']}", 0)
+    return sizes
+
+
+def _check_listed(name: HubName, file: str) -> None:
+    """Raises where nobody knows whether the repository has a file that the cache lacks."""
+    if not has_list(name) and name in _AWAY:
+        raise _AWAY[name][1].of(name, file) from None
+
+
+@contextmanager
+def about_list(name: HubName) -> Iterator[None]:
+    """Adds to errors in this block, about what a repository holds, if only the cache is known."""
+    try:
+        yield
+    except UserError as error:
+        if has_list(name) or name not in _AWAY:
+            raise
+        raise UserError(f"{error} ({_AWAY[name][1].reason}, and the cache may lack some)") from None
+
+
+def _cached_list(name: HubName) -> dict[str, int] | None:
+    """Returns `files`, of the cached list alone; None where there is none. A list that cannot be
+    right does not stay there."""
+    from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     try:
-        return _cached_list(name)
+        tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
     except CachedRepoTreeNotFoundError:
-        _fetch(name, CARD)  # the list comes with whatever is fetched
-    return ask(name, lambda: _cached_list(name))
-
-
-def _cached_list(name: HubName) -> dict[str, int]:
-    """Returns `files`, of the cache alone. A list that cannot be right does not stay there."""
-    from huggingface_hub import get_cached_repo_tree
-
-    tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
+        return None
     try:
         hf.check_inside(str(name.asked), [str(file.path) for file in tree])
         wrong = [file for file in tree if type(file.size) is not int or file.size < 0]
@@ -273,18 +342,9 @@ def _is_sound(blob: Path) -> bool:
     return blob.name in [state.hexdigest() for state in hashes]
 
 
-def _sizes_known(name: HubName) -> dict[str, int]:
-    """Returns `files` where the cache has them, else none."""
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-    with suppress(CachedRepoTreeNotFoundError):
-        return _cached_list(name)
-    return {}
-
-
 def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
     """Returns the files that are not in the cache, or not in the size that the hub says."""
-    sizes = _sizes_known(name)
+    sizes = _cached_list(name) or {}
 
     def is_there(file: str) -> bool:
         path = place / file
@@ -310,7 +370,7 @@ def weight_bytes(name: HubName) -> int:
 def _weight_files(name: HubName, place: Path) -> list[str]:
     if (place / ADAPTER).is_file():
         return [ADAPTER_WEIGHTS]
-    if hf.in_one_file({*_sizes_known(name), *os.listdir(place)}):
+    if hf.in_one_file({*(_cached_list(name) or ()), *os.listdir(place)}):
         return [hf.SINGLE]
     return sorted({*hf.read_index(place / hf.INDEX).values()})
 
@@ -334,7 +394,32 @@ def _fetch(name: HubName, patterns: tuple[str, ...]) -> Path:
             super().__init__(*given, **options)
 
     fetch = partial(snapshot_download, allow_patterns=list(patterns), tqdm_class=Bar)
-    return _verified(name, fetch)
+    until, away = _AWAY.get(name, (0.0, None))
+    began = time.monotonic()
+    if away is not None and began < until:
+        raise away
+    try:
+        place = _verified(name, fetch)
+        if not has_list(name):  # the library has not reached the hub, and makes do with the cache
+            ask(name, partial(_check_heard, name))
+            hub = _constants().ENDPOINT
+            raise UserError(f"{name.asked}: {hub} sends a list of files that cannot be used")
+        return place
+    except Unreachable as error:
+        now = time.monotonic()
+        _AWAY[name] = now + (0.0 if is_offline() else AWAY_TIMES * (now - began)), error
+        raise
+
+
+def _check_heard(name: HubName) -> None:
+    """Raises where the hub does not tell of a pinned name."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import _http
+
+    try:
+        HfApi().repo_info(name.repo, repo_type=name.kind, revision=name.sha)
+    except _http.httpx2.TransportError as error:  # type: ignore[attr-defined, unused-ignore]
+        raise TimeoutError(str(error)) from error
 
 
 def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
@@ -403,6 +488,37 @@ LONGEST_WAIT_S = 310.0
 """How long a hub may ask to be left alone. The public one counts in windows of 300 s."""
 
 
+class Unreachable(UserError):
+    """A hub that is not asked, or does not answer."""
+
+    def __init__(self, name: HubName, reason: str, remedy: str, file: str | None = None):
+        """
+        Args:
+            reason: as in "HF_HUB_OFFLINE is set".
+            remedy: what to do about it.
+            file: of the repository, which is not in the cache; None: all of it.
+        """
+        here = "no file or folder here, and " if name.kind == "model" and file is None else ""
+        super().__init__(
+            f"{name.asked}: {here}{reason} while {f'its {file}' if file else 'it'} is not in the"
+            f" hub's cache {_constants().HF_HUB_CACHE}; {remedy}"
+        )
+        self.reason, self.remedy = reason, remedy
+
+    def of(self, name: HubName, file: str) -> Unreachable:
+        """Returns the same about one file."""
+        return Unreachable(name, self.reason, self.remedy, file)
+
+
+AWAY_TIMES = 10.0
+"""For how many times as long as a hub was waited for in vain what the cache has counts at once."""
+_AWAY: dict[HubName, tuple[float, Unreachable]] = {}
+"""Pinned name whose hub did not answer -> until when nobody asks (`time.monotonic`), and why."""
+_OF_A_SERIES = re.compile(r"(?P<before>.*-)\d{5}-of-(?P<count>\d{5})(?P<after>.*)")
+"""A file in several: weights and tables have such names."""
+MOST_IN_A_SERIES = 10_000
+
+
 class BadAnswer(Exception):
     """An answer of a hub that is not used; the text says what the hub does. No kind of error that
     the library catches to try again."""
@@ -453,7 +569,7 @@ def ask(name: HubName, call: Callable[[], T]) -> T:
     except BadAnswer as error:
         raise UserError(f"{name.asked}: {error}") from None
     except Exception as error:  # those of the library and of what it sends requests with
-        raise UserError(_why(name, error)) from error
+        raise _why(name, error) from error
 
 
 @dataclass(frozen=True)
@@ -499,11 +615,12 @@ def _check_answer(response: Any) -> None:
         )
 
 
-def _why(name: HubName, error: BaseException) -> str:
+def _why(name: HubName, error: BaseException) -> UserError:
+    """Returns the error of one line for one of the library's."""
     from huggingface_hub import errors
 
     constants, what = _constants(), "data set" if name.kind == "dataset" else "model"
-    hub, here = constants.ENDPOINT, "no file or folder here, and " if what == "model" else ""
+    hub = constants.ENDPOINT
     causes = list(_causes(error))
 
     def first(*kinds: type[BaseException]) -> BaseException | None:
@@ -511,57 +628,64 @@ def _why(name: HubName, error: BaseException) -> str:
 
     if first(errors.GatedRepoError):
         page = f"{hub}/{'' if what == 'model' else 'datasets/'}{name.repo}"
-        return (
+        return UserError(
             f"{name.asked} is gated: accept its terms at {page}, and set HF_TOKEN to a token that"
             " may read it"
         )
     if first(errors.RevisionNotFoundError):
-        return f"{name.asked}: the {what} on {hub} has no revision {name.revision!r}"
+        return UserError(f"{name.asked}: the {what} on {hub} has no revision {name.revision!r}")
     if first(errors.RepositoryNotFoundError):
         nothing = "neither a file or folder here nor" if what == "model" else "not"
-        return (
+        return UserError(
             f"{name.asked} is {nothing} a {what} on {hub}{_near(name)}; if it is private, set"
             " HF_TOKEN to a token that may read it"
         )
     if first(errors.RemoteEntryNotFoundError):
         file = name.rest.removeprefix("/") if what == "model" else "that its list has"
-        return f"{name.asked}: the repository on {hub} has no file {file}"
+        return UserError(f"{name.asked}: the repository on {hub} has no file {file}")
+    commits = _other_commits(name) if first(errors.RevisionResolutionError) else ""
     if constants.HF_HUB_OFFLINE:
-        return not_cached(name)
+        return _offline(name, remedy=commits)
     status = first(errors.HfHubHTTPError)
     if isinstance(status, errors.HfHubHTTPError):
         code = status.response.status_code
+        if code >= 500:
+            return Unreachable(name, f"{hub} answers with status {code}", "try again later")
         advice = "check HF_TOKEN" if code in (401, 403) else "try again later"
-        return f"{name.asked}: {hub} answers with status {code}; {advice}"
+        return UserError(f"{name.asked}: {hub} answers with status {code}; {advice}")
     disk = first(OSError)
     if isinstance(disk, OSError) and disk.errno in _FULL_DISK:
-        return (
+        return UserError(
             f"{name.asked}: the hub's cache {constants.HF_HUB_CACHE} cannot be written:"
             f" {os.strerror(disk.errno or 0)}; free some space, or set HF_HOME to another folder"
         )
     if first(TimeoutError, errors.LocalEntryNotFoundError, errors.RevisionResolutionError):
         reason = " ".join(str(causes[-1]).split())[:120]
-        return (
-            f"{name.asked}: {here}{hub} cannot be reached ({reason}); check the network and"
-            " HF_ENDPOINT"
-        )
+        remedy = commits or "check the network and HF_ENDPOINT"
+        return Unreachable(name, f"{hub} cannot be reached ({reason})", remedy)
     reason = " ".join(str(error).split())[:160] or type(error).__name__
-    return f"{name.asked}: the download from {hub} broke off ({reason}); {KEPT}"
+    return UserError(f"{name.asked}: the download from {hub} broke off ({reason}); {KEPT}")
+
+
+def _other_commits(name: HubName) -> str:
+    """Returns what to write where the cache has commits of a repository, and does not say which of
+    them a branch or tag is: a download of one commit leaves no such note."""
+    names = (path.name for path in (_storage(name) / SNAPSHOTS).glob("*"))
+    found = sorted(filter(COMMIT.fullmatch, names))
+    if not found:
+        return ""
+    named = replace(name, revision=found[0])
+    return f"the cache has of it {', '.join(found[:3])}: name the commit, as in {named}"
+
+
+def _offline(name: HubName, file: str | None = None, remedy: str = "") -> Unreachable:
+    remedy = remedy or "unset HF_HUB_OFFLINE, or fetch it before"
+    return Unreachable(name, "HF_HUB_OFFLINE is set", remedy, file)
 
 
 def is_offline() -> bool:
     """Returns whether HF_HUB_OFFLINE is set."""
     return bool(_constants().HF_HUB_OFFLINE)
-
-
-def not_cached(name: HubName, file: str | None = None) -> str:
-    """Returns the message where a name, or one of its files, would have to be fetched, offline."""
-    what = f"its {file}" if file else "it"
-    here = "no file or folder here, and " if name.kind == "model" and file is None else ""
-    return (
-        f"{name.asked}: {here}HF_HUB_OFFLINE is set while {what} is not in the hub's cache"
-        f" {_constants().HF_HUB_CACHE}; unset HF_HUB_OFFLINE, or fetch it before"
-    )
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
