@@ -271,7 +271,7 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
             raise UserError("a path has a character of code 0 in it") from error
     except (UserError, RunError) as error:
         to_stderr(f"error: {with_addresses(str(error))}")
-        return EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED
+        return EXIT_FAILED if isinstance(error, RunError) else EXIT_BAD_INPUT
     except KeyboardInterrupt as error:
         to_stderr(str(error) or "interrupted")
         return EXIT_INTERRUPTED

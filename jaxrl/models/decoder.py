@@ -7,7 +7,9 @@ a row of one cache; what follows is in a slot of another one, or in pages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -579,6 +581,24 @@ def kernels_of(
     return {dim: kernel_of(target, dim, name, joined) for dim in config.head_dims}
 
 
+_WATCHED: ContextVar[list[Array] | None] = ContextVar("watched", default=None)
+
+
+@contextmanager
+def watched(outputs: list[Array]) -> Iterator[None]:
+    """Has what goes into the first of unstacked layers, and comes out of each, added to a list."""
+    token = _WATCHED.set(outputs)
+    try:
+        yield
+    finally:
+        _WATCHED.reset(token)
+
+
+def _watch(x: Array) -> None:
+    if (outputs := _WATCHED.get()) is not None:
+        outputs.append(x)
+
+
 def through(
     config: DecoderConfig,
     body: Callable[..., tuple[X, Tree]],
@@ -601,8 +621,10 @@ def through(
     left = []
     if isinstance(params["layers"], list):
         for i, given in enumerate(zip(params["layers"], *more, strict=True)):
+            _watch(x)
             x, one = body(x, Layer(config.kinds[i % len(config.kinds)], i), given)
             left.append(one)
+        _watch(x)
         return x, left
     at, n, indices = [], config.cycle, jnp.arange(config.n_layers)
     for i, kind in enumerate(config.kinds[:n]):  # the layers at each place of a cycle

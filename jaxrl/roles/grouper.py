@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, check_every_token, load_tokenizer
 from jaxrl.errors import UserError
+from jaxrl.formats.finite import not_finite
 from jaxrl.formats.hf import open_weights
 from jaxrl.formats.hub import find_folder
 from jaxrl.formats.weights import load_encoder
@@ -69,7 +70,7 @@ class Encoder:
         """Computes the embeddings [N, D] float32 of length 1, in the order of the texts."""
         if not texts:
             return np.zeros((0, self.config.d_model), np.float32)
-        return run_batches(
+        found = run_batches(
             self.tokens(texts),
             encode_batch,
             self.config,
@@ -80,6 +81,10 @@ class Encoder:
             longest=self.config.max_tokens,
             progress=progress,
         )
+        if (wrong := ~np.isfinite(found).all(-1)).any():
+            what = f"the embeddings of {wrong.sum()} of {len(texts)} texts"
+            raise not_finite(what, self.params, mesh=self.mesh)
+        return found
 
 
 def tokenizer_of_encoder(config: EncoderConfig, folder: Path) -> Tokenizer:

@@ -100,6 +100,11 @@ class ScoredPart:
     live: int
     """Number of rows without the padding."""
 
+    def tokens_of(self, row: int) -> np.ndarray:
+        """Returns the tokens of a row, without its padding."""
+        tokens, mask = self.sequences.tokens[row], self.sequences.mask[row]
+        return np.asarray(tokens)[np.asarray(mask)]
+
 
 def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) -> ScoredPart | None:
     """Returns the `part`-th of `parts` slices of a rollout, for a role to score, or None if no row

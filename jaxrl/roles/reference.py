@@ -12,6 +12,7 @@ from jax.stages import Wrapped
 
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.config.schema import Config
+from jaxrl.formats.finite import broken_rows, not_finite
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import row_devices
 from jaxrl.models.parameters import Params
@@ -33,6 +34,7 @@ class Reference:
         """Takes parameters in the compute dtype, stacked, on `mesh`; with `offload.frozen` they go
         to the host while the reference is not asked."""
         self.params, self._devices = params, row_devices(mesh)
+        self._model, self._mesh = model, mesh
         current().resident(
             "reference.params",
             *attribute(self, "params"),
@@ -57,6 +59,11 @@ class Reference:
             sequences = put(given.sequences, self._rows)
             with current().running(self._score, self.params, sequences):
                 logprobs = to_host(self._score(self.params, sequences))
+            if (wrong := broken_rows(logprobs[: given.live])).any():
+                row = int(np.argmax(wrong))
+                what = f"the reference's log-probs of row {given.rows.start + row}"
+                tokens = given.tokens_of(row)
+                raise not_finite(what, self.params, self._model, tokens, self._mesh)
             current().nearly_done()
             return logprobs[: given.live]
 

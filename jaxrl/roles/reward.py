@@ -34,6 +34,7 @@ from jaxrl.data.tokenizer import (
 )
 from jaxrl.errors import UserError, about
 from jaxrl.formats import hf, weights
+from jaxrl.formats.finite import not_finite
 from jaxrl.formats.hf import open_weights
 from jaxrl.formats.hub import find_folder, open_tensors
 from jaxrl.models import decoder
@@ -210,8 +211,9 @@ class RewardScorer:
         """
         if not sequences:
             return np.zeros((0,), np.float32), 0
+        kept = [self._cut(sequence) for sequence in sequences]
         scores = run_batches(
-            [self._cut(sequence) for sequence in sequences],
+            kept,
             score_batch,
             self.config,
             self.mesh,
@@ -222,6 +224,9 @@ class RewardScorer:
             longest=self.max_tokens,
             progress=progress,
         )
+        if (wrong := ~np.isfinite(scores)).any():
+            what, first = f"{wrong.sum()} of {len(scores)} rewards", kept[int(np.argmax(wrong))]
+            raise not_finite(what, self.params, self.config, first, self.mesh)
         return scores, sum(len(sequence) > self.max_tokens for sequence in sequences)
 
     def _cut(self, sequence: Sequence[int]) -> Sequence[int]:

@@ -34,6 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.data.chat_template import opening_of
 from jaxrl.data.tokenizer import Tokenizer, decode_text
 from jaxrl.errors import UserError
+from jaxrl.formats.finite import not_finite
 from jaxrl.models.batching import bucket, round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, keys_of
@@ -558,6 +559,7 @@ class _Generation:
             self.cache, drawn, routed = launch(*arguments, *more, **static)
         self._find_ends()  # searches the tokens of the launch before while this one runs
         out = np.asarray(drawn)
+        self._check_finite(out)
         experts = None if routed is None else np.asarray(routed)
         self.stats.launches += 1
         self.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
@@ -580,6 +582,20 @@ class _Generation:
         if self.partner is not None or (self.sampling.stop and not engine.search_beside):
             self._find_ends()
         return int((out[:, :, 0] >= 0).sum())
+
+    def _check_finite(self, drawn: np.ndarray) -> None:
+        """Raises NotFinite where a token was drawn of logits that hold NaN or infinity, by which
+        its log-prob is NaN."""
+        wrong = np.isnan(drawn.view(np.float32)[:, :, 1]) & (drawn[:, :, 0] >= 0)
+        wrong &= self.slots.prompts >= 0
+        if not wrong.any():
+            return
+        step, slot = np.argwhere(wrong)[0]
+        sample = self.slots.seated[slot]
+        tokens = [*self.prompts[sample.prompt], *sample.tokens, *drawn[:step, slot, 0]]
+        after = len(tokens) - len(self.prompts[sample.prompt])
+        what = f"the logits of token {after} behind prompt {sample.prompt}"
+        raise not_finite(what, self.params, self.engine.config, tokens, self.engine.mesh)
 
     def _resize(self, cache: Cache, rows: int, length: int, kept: np.ndarray | None = None) -> None:
         """Gives one of the caches, in place, so many rows and positions. A decode step reads all

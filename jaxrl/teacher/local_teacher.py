@@ -29,6 +29,7 @@ from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.data.prompt_encoder import with_feedback
 from jaxrl.data.token_alignment import Aligner, TeacherSamples
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.formats.finite import broken_rows, not_finite
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import RowDevices, room_of, row_devices
@@ -44,7 +45,7 @@ from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import verify_arrays
-from jaxrl.sharding.reshard import put
+from jaxrl.sharding.reshard import put, to_host
 from jaxrl.types import (
     Array,
     Completion,
@@ -121,7 +122,12 @@ class Scorer:
         placed = put((given.sequences, given.ids, given.alignment), self._rows)
         arguments = (self.params, *placed, self._outcomes)
         with current().running(self._score, *arguments, live=given.live):
-            return jax.block_until_ready(self._score(*arguments, live=given.live))
+            signal, broken = jax.block_until_ready(self._score(*arguments, live=given.live))
+        if (wrong := to_host(broken)).any():
+            row = int(np.argmax(wrong))
+            what = f"the teacher's scores of row {given.rows.start + row}"
+            raise not_finite(what, self.params, self.model, given.tokens_of(row), self.mesh)
+        return signal
 
 
 class LocalTeacher:
@@ -351,8 +357,9 @@ def keep_weights(
 @lru_cache(maxsize=8)  # one program for all scorers of one shape, and for the runs of a process
 def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
     """Returns the jitted (parameters, sequences, the student's top-k ids or None) -> the teacher's
-    signal, of the first `live` rows. Of a teacher with another tokenizer further: the alignment of
-    its sequences; the outcomes of the student's and of its own tokens (`losses.token_spans`).
+    signal, and `broken_rows` of it, of the first `live` rows. Of a teacher with another tokenizer
+    further: the alignment of its sequences; the outcomes of the student's and of its own tokens
+    (`losses.token_spans`).
     """
 
     def score_rows(
@@ -362,9 +369,9 @@ def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
         alignment: TokenAlignment | None = None,
         outcomes: Outcomes | None = None,
         live: int | None = None,
-    ) -> TeacherSignal:
+    ) -> tuple[TeacherSignal, Array]:
         signal = score(projection, model, params, sequences, ids, alignment, outcomes)
-        return jax.tree.map(lambda x: x[:live], signal)
+        return jax.tree.map(lambda x: x[:live], (signal, broken_rows(signal)))
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
     return jax.jit(score_rows, static_argnames="live", out_shardings=rows)

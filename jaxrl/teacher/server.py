@@ -48,6 +48,7 @@ from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.section import DType
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
+from jaxrl.formats.finite import broken_rows, check_finite, not_finite
 from jaxrl.models import parameters
 from jaxrl.models.batching import bucket
 from jaxrl.models.packing import room_of, row_devices
@@ -589,6 +590,7 @@ class ScoringService:
         current().enter(self._stage)
         self.params = source.load(self.mesh, dtype, "stacked")
         verify_arrays("teacher", self.params, self.mesh)
+        check_finite(f"the weights of {source.name}", self.params, self.model, self.mesh)
         params = attribute(self, "params")
         current().resident(self._stage, *params, stages=[self._stage], offload=offload)
         paths, arrays = zip(*jax.tree_util.tree_leaves_with_path(self.params), strict=True)
@@ -638,6 +640,11 @@ class ScoringService:
                     raise ClientDisconnect
                 signal = program(self.params, *jax.device_put(inputs, self._rows), scalar)
                 signals.append({k: np.asarray(x)[:n] for k, x in protocol.present(signal).items()})
+                if (wrong := broken_rows(signals[-1])).any():
+                    row, of = int(np.argmax(wrong)), inputs[0]
+                    tokens = of.tokens[row][of.mask[row]]
+                    what = "the scores of a request"
+                    raise not_finite(what, self.params, self.model, tokens, self.mesh)
             if len(signals) == 1:
                 return signals[0]
             return {name: np.concatenate([x[name] for x in signals]) for name in signals[0]}
