@@ -29,6 +29,11 @@ class UserError(ValueError):
     """Bad input: a key, a value, a path or an option that the user can change."""
 
 
+class NotFinite(RunError, UserError):
+    """A model's output holds NaN or infinity; the text says where they begin. The exit code is that
+    of a run that cannot continue, though the model is the user's."""
+
+
 def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Returns the choice spelt most like ``name``, or None when none is close.
 

@@ -39,6 +39,7 @@ from jaxrl.environments.environment_process import (
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.user_code import Failure
+from jaxrl.process.waiting import waiting
 from jaxrl.sampling.partial_completion import Partner, Reply
 from jaxrl.types import Prompt
 
@@ -241,8 +242,10 @@ class EpisodeBatch:
         """Asks for the prompts; waits for all of them."""
         pool = self._all.pool
         asked = [pool.submit(self._reset(index)) for index in range(len(self._prompts))]
-        for index, future in enumerate(asked):
-            self.firsts[index] = future.result()
+        with waiting(f"{self._all.source.text}: the prompts of {len(asked)} episodes"):
+            firsts = [future.result() for future in asked]
+        for index, first in enumerate(firsts):
+            self.firsts[index] = first
             if self.firsts[index] != own_prompt(self._prompts[index]):
                 text = isinstance(self.firsts[index], str)
                 self._chat[index] = self._all.chats or not text

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.errors import RunError, UserError
+from jaxrl.errors import NotFinite
 from jaxrl.formats.weights import leaves_by_path, places
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
@@ -22,11 +22,6 @@ from jaxrl.types import Array, Tree
 
 SHOWN = 3
 """Names of arrays in a message."""
-
-
-class NotFinite(RunError, UserError):
-    """A model's output holds NaN or infinity; the text says where they begin. The exit code is that
-    of a run that cannot continue, though the model is the user's."""
 
 
 def broken_rows(output: Tree) -> Array:

@@ -42,6 +42,7 @@ from jaxrl.errors import UserError, near, short, user_path
 from jaxrl.formats import hf, weights
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.streams import to_stderr
+from jaxrl.process.waiting import waiting
 from jaxrl.process.wall_clock import retry_after
 
 SNAPSHOTS = "snapshots"
@@ -556,7 +557,8 @@ def ask(name: HubName, call: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, daemon=True)
     try:
         thread.start()
-        wait([answer])  # not join: Python 3.11 takes a thread for dead whose join is interrupted
+        with waiting(f"{name.asked} from {_constants().ENDPOINT}"):
+            wait([answer])  # not join: Python 3.11 takes a thread for dead that is interrupted
     except BaseException as error:  # a signal
         left_behind.append(thread)
         if isinstance(error, KeyboardInterrupt):

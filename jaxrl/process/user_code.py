@@ -31,6 +31,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from jaxrl.errors import RunError, UserError, short
 from jaxrl.process.child_python import program_paths, python_command, users_environment
 from jaxrl.process.user_process import CELL, LENGTH, MOST_BYTES, Trouble, family, kill_family
+from jaxrl.process.waiting import waiting
 from jaxrl.process.wall_clock import wall_clock
 
 BOOT = "from jaxrl.process.user_process import main; main(*sys.argv[1:4], *map(int, sys.argv[4:]))"
@@ -368,7 +369,9 @@ class UserCodePool(ABC, Generic[Facts]):
             UserError: it cannot be loaded.
             RunError: the processes cannot be started.
         """
-        return self._facts.result()
+        what = f"{self._section}: the process that loads {self._names}"
+        with waiting(what, most=self.startup):
+            return self._facts.result()
 
     def submit(self, work: Coroutine[object, object, Result]) -> Future[Result]:
         """Runs a coroutine in the pool's event loop."""

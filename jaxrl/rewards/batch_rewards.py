@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from jaxrl.config.roles import RewardConfig
 from jaxrl.config.settings import EnvironmentConfig
 from jaxrl.errors import UserError, near
+from jaxrl.process.waiting import waiting
 from jaxrl.rewards.functions import KEY, OF_COMPLETIONS, TEXTS, find
 from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool, Scores
 from jaxrl.rewards.verifiers import why_unjudged
@@ -147,7 +148,8 @@ class RewardFunctions:
         for i, source in enumerate(self.sources):
             if source.option != "verifier":
                 continue
-            scores = self.pool.judge(i, items).result()
+            with waiting(f"{source.text}, which judges {len(items)} empty completions"):
+                scores = self.pool.judge(i, items).result()
             if scores.failures and len(scores.failures) == len(items):
                 first = next(iter(scores.failures.values()))
                 raise UserError(f"{KEY}: {source.text}: {first.text}")
@@ -186,7 +188,9 @@ class RewardFunctions:
             RunError, UserError: a function fails too often, or returned what is no reward.
         """
         config, n, rows = self.config, len(rollout.completions), len(rollout.group_ids)
-        scores = dict(zip(self.names, [f.result() for f in futures], strict=True))
+        with waiting(f"the rewards of {n} completions, by {', '.join(self.names)}"):
+            results = [f.result() for f in futures]
+        scores = dict(zip(self.names, results, strict=True))
         values = {name: _padded(one.values, rows) for name, one in scores.items()}
         failed = {
             name: np.isin(np.arange(rows), [i for i in s.failures if s.values[i] is None])

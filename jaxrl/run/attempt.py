@@ -31,6 +31,7 @@ from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE, Plan, plan_json
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.streams import terminal_width
+from jaxrl.process.waiting import to_say
 from jaxrl.process.xla_flags import (
     TUNED_DIR,
     exclude_nondeterministic,
@@ -166,8 +167,10 @@ def run_config(
         with (
             open_run_dir(config, dependencies(job)) as folder,
             Console(config.logging, steps=config.steps, start=folder.step) as console,
+            ExitStack() as stack,
         ):
             notify = Notifier(console)
+            stack.enter_context(to_say(notify))
             for note in (*notes, *folder.notes):
                 notify(note)
             if folder.finished(config.steps):

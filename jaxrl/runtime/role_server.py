@@ -18,18 +18,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxrl.errors import RunError, UserError
+from jaxrl.errors import NotFinite, RunError, UserError
 from jaxrl.process.child_python import look_in
 from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.gpu_memory import take_share
 from jaxrl.process.streams import to_stderr
+from jaxrl.process.waiting import waits
 from jaxrl.process.xla_flags import TUNED_VARIABLE, keep_autotuning
 from jaxrl.runtime.serialization import Parcel, Store, pack
 from jaxrl.runtime.worker import (
@@ -58,7 +59,7 @@ class InputLost(RunError):
     held it."""
 
 
-REPORTED = (InputLost, UserError, OutOfMemory, WorkerError, RunError)
+REPORTED = (InputLost, NotFinite, UserError, OutOfMemory, WorkerError, RunError)
 """Classes of the errors in a `CallReport`; subclasses come before their base classes."""
 
 
@@ -281,7 +282,8 @@ class WorkerServer:
             if call.times.started is not None and not call.done()
         )
         memory, peak = device_memory(worker.devices), worker.peak()
-        return ProcessStatus(worker.state(), running, memory, peak, compilations())
+        state = replace(worker.state(), waits=waits.going_on())
+        return ProcessStatus(state, running, memory, peak, compilations())
 
     def state(self) -> WorkerState:
         return self._worker.state()

@@ -31,6 +31,7 @@ from jax.profiler import StepTraceAnnotation, TraceAnnotation
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations, compilations, compiling
 from jaxrl.process.interrupt import left_behind
+from jaxrl.process.waiting import Waited
 from jaxrl.process.wall_clock import wall_clock
 from jaxrl.sharding.ledger import Ledger, Move, use
 from jaxrl.sharding.targets import Ceilings, ceilings_of
@@ -97,6 +98,8 @@ class WorkerState:
     """How many times it was restarted."""
     compiling: str = ""
     """The program that it compiles now; "" where it compiles none."""
+    waits: tuple[Waited, ...] = ()
+    """What a process of its own waits for."""
 
 
 _here = threading.local()

@@ -25,6 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import jax
@@ -43,6 +44,7 @@ from jaxrl.models.kernels import target_on
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import PAGE, why_not_paged
 from jaxrl.process.compilations import compilations
+from jaxrl.process.waiting import waiting
 from jaxrl.sampling import decode
 from jaxrl.sampling.partial_completion import (
     PartialCompletion,
@@ -367,6 +369,7 @@ class _Generation:
         """Decodes until no sample is left."""
         slots = self.slots
         total, tokens, finished = len(slots.queue), 0, 0
+        idle, waits = ExitStack(), False  # while all slots wait for environments
         try:
             while slots.queue or slots.seated:
                 if abort is not None and abort():
@@ -384,10 +387,16 @@ class _Generation:
                 if not slots.queue:
                     self.ledger.nearly_done()
                 if (slots.table[:, decode.COUNT] < slots.table[:, decode.LIMIT]).any():
+                    idle.close()
+                    waits = False
                     tokens += self._launch()
                 else:  # until an environment has answered, or it is time to ask `abort`
                     started = time.perf_counter()
                     replies = [x.reply for x in slots.seated.values() if x.reply is not None]
+                    if replies and not waits:
+                        what = f"the environment's answers to {len(replies)} episodes"
+                        idle.enter_context(waiting(what))
+                        waits = True
                     if replies:
                         wait(replies, LOOK_S, FIRST_COMPLETED)
                     self.stats.waiting_seconds += time.perf_counter() - started
@@ -396,6 +405,7 @@ class _Generation:
                     on_tokens(tokens, finished)
             self._find_ends()
         finally:
+            idle.close()
             for sample in list(slots.seated.values()):
                 self._free(sample)
             self.cache, self.prompt_cache = [], []
@@ -696,9 +706,9 @@ class _Generation:
                 width = bucket(len(tokens), smallest=least, most=most)
                 parts.setdefault((number, width), []).append((sample, before + start, tokens))
         # A sample's parts follow one another.
-        for (_, width), waiting in sorted(parts.items(), key=lambda item: item[0]):
-            while waiting:
-                waiting = self._extend_by(width, waiting)
+        for (_, width), unread in sorted(parts.items(), key=lambda item: item[0]):
+            while unread:
+                unread = self._extend_by(width, unread)
         # Decoding continues after the last token, or stops if the turn is over.
         for sample, _ in answered:
             count, start = len(sample.tokens), self.prompt_keys[sample.prompt]

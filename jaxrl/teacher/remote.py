@@ -45,6 +45,7 @@ from jaxrl.losses.divergence import MIN
 from jaxrl.losses.head import log_mixture
 from jaxrl.models.config import DecoderConfig
 from jaxrl.process.json_types import JsonObject
+from jaxrl.process.waiting import waiting
 from jaxrl.process.wall_clock import TEMPORARY, retry_after, wall_clock
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import part_rows
@@ -152,41 +153,43 @@ class Endpoint:
         start, pause, tries, wrong, before = wall_clock().awake(), FIRST_PAUSE_S, 0, 0, ""
         end = start + self.timeout if end is None else end
         asked = f"{self}: {method} {path.partition('?')[0]}"
-        while not self.over.is_set():
-            tries, quiet = tries + 1, 0.0
-            try:
-                with self._turn(end):
-                    status, answer, headers = self._once(method, path, body, kind, end, most)
-                if status == 200:
-                    return read(answer)
-                problem, again = f"status {status}: {_message(answer)}", status in TEMPORARY
-                quiet = retry_after(status, headers) or 0.0
-                if status >= 500 and not again:
+        with waiting(str(self), most=end - start) as known:
+            while not self.over.is_set():
+                tries, quiet = tries + 1, 0.0
+                try:
+                    with self._turn(end):
+                        status, answer, headers = self._once(method, path, body, kind, end, most)
+                    if status == 200:
+                        return read(answer)
+                    problem, again = f"status {status}: {_message(answer)}", status in TEMPORARY
+                    quiet = retry_after(status, headers) or 0.0
+                    if status >= 500 and not again:
+                        again, wrong = True, wrong + 1
+                    elif status in (401, 403):
+                        problem += f"; set {TOKEN} to its token"
+                except UserError:
+                    raise
+                except (OSError, http.client.HTTPException) as error:
+                    problem, again = self._explain(error)
+                except UNREADABLE as error:
+                    why = short(" ".join(str(error).split()), 400)
+                    problem = f"its answer cannot be used: {type(error).__name__}: {why}"
                     again, wrong = True, wrong + 1
-                elif status in (401, 403):
-                    problem += f"; set {TOKEN} to its token"
-            except UserError:
-                raise
-            except (OSError, http.client.HTTPException) as error:
-                problem, again = self._explain(error)
-            except UNREADABLE as error:
-                why = short(" ".join(str(error).split()), 400)
-                problem = f"its answer cannot be used: {type(error).__name__}: {why}"
-                again, wrong = True, wrong + 1
-            if not again:
-                raise TeacherError(f"{asked}: {problem}")
-            if (now := wall_clock().awake()) >= end:
-                problem = LATE if before in ("", LATE) else f"{LATE} (before: {before})"
-            if wrong >= MOST_WRONG or now + quiet + pause >= end:
-                later = f"; it wants to be asked again in {quiet:.0f} s" if quiet else ""
-                raise TeacherError(
-                    f"{asked}: {problem}{later}; given up after"
-                    f" {now - start:.1f} s and {tries} tries (deadline {self.timeout:g} s)"
-                )
-            # Runs that share it do not knock at once.
-            self.over.wait(quiet + pause * random.uniform(0.5, 1.0))
-            pause, before = min(2 * pause, LONGEST_PAUSE_S), problem
-        raise TeacherError(f"{asked}: the run is over")
+                if not again:
+                    raise TeacherError(f"{asked}: {problem}")
+                if (now := wall_clock().awake()) >= end:
+                    problem = LATE if before in ("", LATE) else f"{LATE} (before: {before})"
+                if wrong >= MOST_WRONG or now + quiet + pause >= end:
+                    later = f"; it wants to be asked again in {quiet:.0f} s" if quiet else ""
+                    raise TeacherError(
+                        f"{asked}: {problem}{later}; given up after"
+                        f" {now - start:.1f} s and {tries} tries (deadline {self.timeout:g} s)"
+                    )
+                # Runs that share it do not knock at once.
+                self.over.wait(quiet + pause * random.uniform(0.5, 1.0))
+                pause, before = min(2 * pause, LONGEST_PAUSE_S), problem
+                known.why = problem
+            raise TeacherError(f"{asked}: the run is over")
 
     @contextlib.contextmanager
     def _turn(self, end: float) -> Iterator[None]:

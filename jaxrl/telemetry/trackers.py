@@ -25,6 +25,7 @@ from jaxrl.config.settings import LoggingConfig
 from jaxrl.config.yaml_text import assignments
 from jaxrl.errors import UserError
 from jaxrl.process.json_types import JsonObject
+from jaxrl.process.waiting import waiting
 from jaxrl.telemetry.metrics import Sample
 from jaxrl.types import Row
 
@@ -113,8 +114,9 @@ class Trackers:
         end = time.monotonic() + timeout
         for thread in self._threads:
             thread.put(None)
-        for thread in self._threads:
-            thread.join(end)
+        with waiting("the trackers, which send what is left", most=timeout):
+            for thread in self._threads:
+                thread.join(end)
 
 
 class TrackerThread:

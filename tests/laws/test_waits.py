@@ -1,4 +1,6 @@
-"""Every wait has an end: one without a timeout of its own stands here, with what bounds it."""
+"""Every wait has an end: one without a timeout of its own stands here, with what bounds it. And one
+for something outside of the run's computing is said (`process.waiting`), or stands here too.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +46,7 @@ BOUNDED = {
     ("run/reporting.py", "futures[key].result()"): ENDED,
     ("run/reporting.py", "rewards.result()"): ENDED,
     ("process/user_process.py", "_NUMBER.get()"): "a variable of the context: no wait",
+    ("models/decoder.py", "_WATCHED.get()"): "a variable of the context: no wait",
     ("process/user_code.py", "self._closing.wait()"): "a daemon thread that waits for `close`",
     ("process/user_code.py", "self._facts.result()"): "a process loads within its start-up limit",
     ("rewards/reward_pool.py", "self._idle.get()"): SCORES,
@@ -88,3 +91,106 @@ def test_every_wait_without_a_timeout_has_a_reason() -> None:
     found = bare_waits()
     assert found - BOUNDED.keys() == set(), "give it a timeout, or a reason here"
     assert BOUNDED.keys() - found == set(), "these are no more: take them out of the list"
+
+
+BLOCKING = (
+    *("time.sleep", "wait", "asyncio.wait", "select.select", "socket.create_connection"),
+    *("ray.wait", "ray.get", "ray.init"),
+)
+METHODS = ("wait", "result", "communicate")
+ROLES = "of the roles' calls, whose phases the console shows; what they wait for outside says so"
+LOOKS = "a look at something, every so often or for a second or two"
+IS_THERE = "what it asks for is there"
+CALLER = "whoever calls it says so: "
+SILENT = {
+    ("algorithms/sampled_batch.py", "refilled"): ROLES,
+    (
+        "aot/compile_report.py",
+        "_compiled",
+    ): "a compiler, which is named before it starts",
+    ("aot/subprocess_compile.py", "apart"): "a compiler",
+    ("aot/subprocess_compile.py", "_kill"): "in a thread that nobody waits for",
+    ("checkpoint/writer.py", "_write"): ROLES,
+    ("environments/packages/mcp.py", "_hold"): "a task that keeps a connection",
+    ("environments/packages/verifiers_v1.py", "_next"): CALLER + "the engine, for the environment",
+    ("environments/packages/verifiers_v1.py", "_reward"): IS_THERE,
+    ("environments/packages/verifiers_v1.py", "_serve"): "a task that keeps a server",
+    ("formats/hub.py", "ask"): IS_THERE,
+    ("formats/hub.py", "run"): CALLER + "`ask`, and it writes a line of its own",
+    ("process/user_code.py", "kill"): LOOKS,
+    ("process/user_code.py", "_serve"): "the end of the pool, in its thread",
+    ("process/user_process.py", "_watch"): LOOKS,
+    ("process/waiting.py", "_watch"): LOOKS,
+    ("process/wall_clock.py", "watch"): LOOKS,
+    ("profile/traces.py", "_finish"): ROLES,
+    ("rewards/reward_pool.py", "_judge"): IS_THERE,
+    ("rewards/verifiers.py", "judge"): "one answer, within its limit",
+    ("roles/actor.py", "save"): ROLES,
+    ("roles/actor.py", "saved"): ROLES,
+    ("run/attempt.py", "_attempt"): ROLES,
+    ("run/launch.py", "start_roles"): ROLES,
+    ("run/loop.py", "wait"): ROLES,
+    ("run/reporting.py", "Reporter"): ROLES,
+    ("run/reporting.py", "row"): ROLES,
+    ("run/reporting.py", "_batch"): ROLES,
+    ("run/reporting.py", "_version"): ROLES,
+    ("runtime/ray/connect.py", "find_hosts"): CALLER + "`find_seats`",
+    ("runtime/ray/connect.py", "cluster"): LOOKS,
+    ("runtime/ray/local_cluster.py", "start"): "of one that did not start, killed a moment ago",
+    ("runtime/ray/local_cluster.py", "_read_address"): CALLER + "`join`",
+    ("runtime/ray/local_cluster.py", "run"): LOOKS,
+    ("runtime/ray/local_cluster.py", "_look"): LOOKS,
+    ("runtime/ray/local_cluster.py", "leave"): "at the end of the process, where no thread starts",
+    ("runtime/ray/remote_calls.py", "result"): ROLES,
+    ("runtime/ray/remote_calls.py", "_get_all"): ROLES,
+    ("runtime/ray/remote_calls.py", "fetched"): ROLES,
+    ("runtime/ray/remote_calls.py", "place"): IS_THERE,
+    ("runtime/ray/worker_group.py", "start"): CALLER + "`_reserve` and `_launch`",
+    ("runtime/ray/worker_group.py", "_get_all"): CALLER + "`_launch`, and roles then load",
+    ("runtime/ray/worker_group.py", "_answered"): IS_THERE,
+    ("runtime/ray/worker_group.py", "_reported"): IS_THERE,
+    ("runtime/ray/worker_group.py", "stacks"): LOOKS,
+    ("runtime/ray/worker_group.py", "kill"): LOOKS,
+    ("runtime/role_server.py", "run"): ROLES,
+    ("runtime/role_server.py", "look"): LOOKS,
+    ("runtime/worker.py", "wait"): ROLES,
+    ("runtime/worker.py", "result"): ROLES,
+    ("runtime/worker.py", "_value"): ROLES,
+    ("sampling/engine.py", "run"): "it enters `waiting` once for all its looks",
+    ("sampling/engine.py", "_resume"): IS_THERE,
+    ("serve_teacher.py", "main"): "for clients, which is what it is for",
+    ("teacher/cache.py", "_start"): "a write of one shard, which is its own work",
+    ("teacher/remote.py", "_side_by_side"): CALLER + "`Endpoint.ask`, in its threads",
+    ("teacher/server.py", "drain"): LOOKS,
+    ("teacher/server.py", "__init__"): "weights are read, which is its own work",
+    ("telemetry/timeline.py", "_run"): LOOKS,
+}
+"""File and function that wait, and say nothing -> why."""
+
+
+def silent_waits() -> set[tuple[str, str]]:
+    """Where something is waited for outside of every `with waiting(...)`."""
+    found = set()
+
+    def visit(node: ast.AST, file: str, where: str, said: bool) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            where, said = node.name, False
+        if isinstance(node, ast.With):
+            said |= any(ast.unparse(item).startswith("waiting(") for item in node.items)
+        if isinstance(node, ast.Call) and not said:
+            called = ast.unparse(node.func)
+            if called in BLOCKING or ("." in called and called.rsplit(".", 1)[1] in METHODS):
+                found.add((file, where))
+        for child in ast.iter_child_nodes(node):
+            visit(child, file, where, said)
+
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        visit(ast.parse(path.read_text(encoding="utf-8")), file, "", False)
+    return found
+
+
+def test_every_wait_for_something_outside_is_said() -> None:
+    found = silent_waits()
+    assert found - SILENT.keys() == set(), "put `with waiting(...)` round it, or a reason here"
+    assert SILENT.keys() - found == set(), "these are no more: take them out of the list"

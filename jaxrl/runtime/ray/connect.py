@@ -31,6 +31,7 @@ from jaxrl.errors import RunError, UserError, counted
 from jaxrl.process.child_python import PACKAGE_HOME
 from jaxrl.process.gpu_memory import given_share
 from jaxrl.process.json_types import Keywords
+from jaxrl.process.waiting import waiting
 from jaxrl.runtime.cluster import (
     RESOURCES,
     Cluster,
@@ -101,18 +102,19 @@ def find_seats(
     """Returns what the devices are, and where each process goes. What ended a moment ago gets a
     while to leave the cluster."""
     end = time.monotonic() + FREE_S
-    while True:
-        hosts = look_at()
-        kinds: tuple[Kind, ...] = ("GPU", "TPU")
-        kind: Kind = next((k for k in kinds if any(host.has[k] for host in hosts)), "CPU")
-        try:
-            return kind, process_slots(placement, hosts, kind, config.devices_per_worker)
-        except UserError:
-            all_free = [replace(h, free={**h.has, "memory": h.free["memory"]}) for h in hosts]
-            process_slots(placement, all_free, kind, config.devices_per_worker)  # raises: never
-            if time.monotonic() > end:
-                raise
-        time.sleep(POLL_S)
+    with waiting("what the Ray cluster has, and that it is free"):
+        while True:
+            hosts = look_at()
+            kinds: tuple[Kind, ...] = ("GPU", "TPU")
+            kind: Kind = next((k for k in kinds if any(host.has[k] for host in hosts)), "CPU")
+            try:
+                return kind, process_slots(placement, hosts, kind, config.devices_per_worker)
+            except UserError:
+                all_free = [replace(h, free={**h.has, "memory": h.free["memory"]}) for h in hosts]
+                process_slots(placement, all_free, kind, config.devices_per_worker)  # raises: never
+                if time.monotonic() > end:
+                    raise
+            time.sleep(POLL_S)
 
 
 def find_hosts() -> list[Host]:
@@ -202,8 +204,10 @@ def join(address: str | None, devices: int) -> None:
             options: Keywords = {"num_cpus": here["CPU"], "num_gpus": here["GPU"]}
             options |= {"resources": {"TPU": here["TPU"]}} if here["TPU"] else {}
             options |= {"include_dashboard": False, "log_to_driver": False}
-            there = local_cluster.start(options, _variables)
-        with _shown_token():
+            what = f"Ray, which starts on this host{local_cluster.resolution()}"
+            with waiting(what, most=local_cluster.START_S):
+                there = local_cluster.start(options, _variables)
+        with _shown_token(), waiting(f"the Ray cluster at {there}{local_cluster.resolution()}"):
             ray.init(
                 there,
                 namespace=NAMESPACE,
@@ -314,7 +318,8 @@ def _reach(address: str) -> None:
         return
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=10).close()
+        with waiting(f"the Ray cluster at {address}", most=10):
+            socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
         raise UserError(
             f"the Ray cluster at {address} does not answer: {error.strerror or error}\n"

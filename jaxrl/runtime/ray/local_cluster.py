@@ -150,6 +150,18 @@ def _read_address(head: subprocess.Popen[bytes]) -> str:
     raise RunError(f"Ray did not start on this host within {START_S:g} s")
 
 
+def resolution() -> str:
+    """Returns what `localhost` is here where that is not what Ray's processes listen on, as a part
+    of a sentence: they may then wait for each other for minutes."""
+    try:
+        found = {x[4][0] for x in socket.getaddrinfo("localhost", None, proto=socket.IPPROTO_TCP)}
+    except OSError as error:
+        return f" at 127.0.0.1; localhost cannot be resolved ({error.strerror})"
+    if "127.0.0.1" in found:
+        return ""
+    return f" at 127.0.0.1; localhost is {', '.join(sorted(map(str, found)))} here (/etc/hosts)"
+
+
 def started_here() -> bool:
     """Returns whether this process is in a cluster that it started itself."""
     return _cluster is not None

@@ -34,6 +34,7 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.process.child_python import SAFE, program_paths
 from jaxrl.process.compilations import Compilations
 from jaxrl.process.json_types import Keywords
+from jaxrl.process.waiting import waiting, waits
 from jaxrl.process.wall_clock import wall_clock
 from jaxrl.runtime.cluster import hosts_table, needs_table, worker_variables
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join, on_node, python_on
@@ -88,6 +89,8 @@ ASK_S = 1.0
 DOUBT_S = 3.0
 """How long the error of one process of several waits for the news that another has died: who
 computes with a process that dies sees an error of its own, and may be heard first."""
+OF_PEERS = ("JaxRuntimeError", "XlaRuntimeError")
+"""Classes of errors that a process has where another one ends."""
 PROGRESS = ("actor", "update")
 """The call that resets the count of restarts."""
 JOIN_S = 5.0
@@ -232,13 +235,14 @@ class RayWorkerGroup:
             bundle_label_selector=[{"ray.io/node-id": slot.host.id} for slot in self._bundles],
         )
         end = time.monotonic() + BUNDLE_S
-        while not self._reserved.wait(POLL_S):
-            if time.monotonic() >= end:
-                raise UserError(
-                    f"the cluster did not start the workers within {BUNDLE_S:g} s;"
-                    " other jobs may use its resources\n"
-                    f"{needs_table(self._placement, self._kind)}\n{hosts_table(find_hosts())}"
-                )
+        with waiting("places for the workers in the Ray cluster", most=BUNDLE_S):
+            while not self._reserved.wait(POLL_S):
+                if time.monotonic() >= end:
+                    raise UserError(
+                        f"the cluster did not start the workers within {BUNDLE_S:g} s;"
+                        " other jobs may use its resources\n"
+                        f"{needs_table(self._placement, self._kind)}\n{hosts_table(find_hosts())}"
+                    )
 
     def _launch(self, pools: Sequence[RayPool]) -> None:
         get = partial(
@@ -256,7 +260,10 @@ class RayWorkerGroup:
                 address = f"{pool.process_slots[0].host.address}:{port}"
                 joins = address, n, pool.process_slots[0].devices, self._startup_s
             asked += [(pool, i, worker.info.remote(joins)) for i, worker in enumerate(pool.workers)]
-        for (pool, _, _), info in zip(asked, get(asked), strict=True):
+        names = ", ".join(pool.name for pool in pools)
+        with waiting(f"the processes of {names}, which Ray starts", most=self._startup_s):
+            infos = get(asked)
+        for (pool, _, _), info in zip(asked, infos, strict=True):
             pool.info.append(info)
         self._verify()
         starting: list[tuple[RayPool, str, int, ray.ObjectRef]] = []
@@ -334,7 +341,8 @@ class RayWorkerGroup:
         starts: Starts | None,
     ) -> list[Any]:
         """Waits for what processes were asked for, for `deadlines.startup` since `began`; the first
-        that has died or failed ends the wait."""
+        that has died or failed ends the wait. The error of one that names a cause counts more than
+        the deaths of others, which may follow it, for as long as `DOUBT_S`."""
         owner = {ref: (pool, rank) for pool, rank, ref in asked}
         values: dict[ray.ObjectRef, Any] = {}
         while waiting := [ref for ref in owner if ref not in values]:
@@ -348,8 +356,13 @@ class RayWorkerGroup:
                     failed = f"{pool.where(rank)} failed while it started:\n{error}"
                     raise WorkerError(failed) from error
                 except RayError as error:
+                    others, _ = ray.wait(waiting, num_returns=len(waiting), timeout=DOUBT_S)
+                    for other in others:
+                        with suppress(RayError):
+                            check_cause(ray.get(other, timeout=FETCH_S))
                     reported = f"{pool.where(rank)} died while it started: {last_line(error)}"
                     raise NotStarted(reported) from error
+                check_cause(values[ref])
             if ready:
                 continue
             pool, rank = owner[waiting[0]]
@@ -451,6 +464,8 @@ class RayWorkerGroup:
         shift = now - answer.state.heard  # from the clock of the process to this one's
         state = replace(answer.state, since=answer.state.since + shift, heard=now)
         pool.answers[rank] = replace(answer, state=state)
+        if rank == 0:
+            waits.mirror(pool.name, state.waits)
         for number, started in answer.running:
             future = self._sender.calls.get(number)
             if future is not None and future.times.started is None:
@@ -476,7 +491,7 @@ class RayWorkerGroup:
         if error is not None:
             if future.aside:
                 self._finished(future, error)
-            elif len(pool.process_slots) > 1 and isinstance(error, WorkerError):
+            elif len(pool.process_slots) > 1 and may_follow(error):
                 pool.doubt = pool.doubt or (time.monotonic(), error)
             else:
                 raise error
@@ -557,6 +572,7 @@ class RayWorkerGroup:
         return f"{pool.where(rank)} died{during}: {last_line(error)}"
 
     def _lose(self, pool: RayPool, why: str) -> None:
+        waits.mirror(pool.name, ())
         kill([pool])
         if pool.trains:
             raise RunLost(why)
@@ -577,7 +593,8 @@ class RayWorkerGroup:
         def launch() -> None:
             error: BaseException | None = None
             try:
-                self._launch([pool])
+                with waiting(f"{pool.name}, which is restarted", most=self._longest_s):
+                    self._launch([pool])
             except BaseException as failed:
                 error = failed
             self._sender.news.put(("made", pool, error))
@@ -612,6 +629,8 @@ class RayWorkerGroup:
         Ray does not answer, they are ended without it, and the cluster is left."""
         self._guard.stop()
         self._sender.fail(Stopped("the run is over"))
+        for pool in self._pools:
+            waits.mirror(pool.name, ())
         end = time.monotonic() + JOIN_S
         for thread in [*self._threads]:
             if thread.is_alive():  # it may never have been started
@@ -629,6 +648,19 @@ class RayWorkerGroup:
         if self._reserved is not None and in_cluster():
             with suppress(Exception):
                 remove_placement_group(self._reserved)
+
+
+def check_cause(value: object) -> None:
+    """Raises the error that a process reports of a call, where it names a cause."""
+    if isinstance(value, CallReport) and value.error is not None and not may_follow(value.error):
+        raise value.error
+
+
+def may_follow(error: Exception) -> bool:
+    """Returns whether the end of another process may have caused an error: what XLA says of one
+    that it computes with. Any other names what was wrong in its own process."""
+    last = str(error).strip().splitlines()[-1:]
+    return isinstance(error, WorkerError) and any(name in "".join(last) for name in OF_PEERS)
 
 
 def worker_class(pool: str) -> ActorClass:
