@@ -24,7 +24,7 @@ LOOK_S = 0.5
 
 @dataclass(frozen=True)
 class Waited:
-    """A wait, as other processes are told of it."""
+    """A wait, as other processes hear of it."""
 
     what: str
     seconds: float
@@ -35,7 +35,7 @@ class Waited:
 
 
 @dataclass(eq=False)
-class Wait:
+class OpenWait:
     """One that goes on."""
 
     since: float
@@ -48,10 +48,10 @@ class Wait:
 class _Thing:
     """What is waited for, once or by several at once."""
 
-    waits: list[Wait] = field(default_factory=list)
+    waits: list[OpenWait] = field(default_factory=list)
     next: float = FIRST_S
     """How old the oldest wait is when the next line is due."""
-    told: float = 0.0
+    said_at: float = 0.0
     """How old it was at the latest look; 0 where no line was written."""
 
 
@@ -64,17 +64,17 @@ class Waits:
         self.say, self._clock = say, clock
         self._lock = threading.Lock()
         self._things: dict[str, _Thing] = {}
-        self._mirrored: dict[str, dict[str, Wait]] = {}
+        self._mirrored: dict[str, dict[str, OpenWait]] = {}
         """Process -> what it waits for; one thread writes it."""
 
-    def begin(self, what: str, most: float | None = None, ago: float = 0.0) -> Wait:
+    def begin(self, what: str, most: float | None = None, ago: float = 0.0) -> OpenWait:
         """Notes that one is waiting, since `ago` seconds."""
-        wait = Wait(self._clock() - ago, most)
+        wait = OpenWait(self._clock() - ago, most)
         with self._lock:
             self._things.setdefault(what, _Thing()).waits.append(wait)
         return wait
 
-    def end(self, what: str, wait: Wait) -> None:
+    def end(self, what: str, wait: OpenWait) -> None:
         """Notes that this wait is over."""
         with self._lock:
             thing = self._things[what]
@@ -122,15 +122,15 @@ class Waits:
             oldest = _oldest(thing) if thing.waits else None
             age = 0.0 if oldest is None else now - oldest.since
             if age < FIRST_S:
-                if thing.told:
-                    line = f"{what}: waited for {max(thing.told, age):.0f} s, and it is over"
-                    thing.next, thing.told = FIRST_S, 0.0
+                if thing.said_at:
+                    line = f"{what}: waited for {max(thing.said_at, age):.0f} s, and it is over"
+                    thing.next, thing.said_at = FIRST_S, 0.0
                 if oldest is None:
                     del self._things[what]
             elif oldest is not None:
-                thing.told = thing.told and age
+                thing.said_at = thing.said_at and age
                 if age >= thing.next:
-                    thing.told = age
+                    thing.said_at = age
                     while thing.next <= age:
                         thing.next *= 2
                     most = "" if oldest.most is None else f" of at most {oldest.most:.0f} s"
@@ -140,7 +140,7 @@ class Waits:
             self.say(line)
 
 
-def _oldest(thing: _Thing) -> Wait:
+def _oldest(thing: _Thing) -> OpenWait:
     return min(thing.waits, key=lambda wait: wait.since)
 
 
@@ -156,7 +156,7 @@ _watching = False
 
 
 @contextmanager
-def waiting(what: str, most: float | None = None) -> Iterator[Wait]:
+def waiting(what: str, most: float | None = None) -> Iterator[OpenWait]:
     """Has the lines about this block written while it waits.
 
     Args:

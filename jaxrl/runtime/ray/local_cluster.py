@@ -127,8 +127,9 @@ def start(options: Mapping[str, object], environment: Mapping[str, str]) -> str:
             head.communicate(timeout=LEAVE_S)
         raise
     _cluster = LocalCluster(head, daemons, Path(logs))
-    # Ray takes `127.0.0.1` and `localhost`, so spelled, for the address of a network card.
-    return f"LOCALHOST:{address.rpartition(':')[2]}"
+    # Ray takes `127.0.0.1` and `localhost`, so spelled, for the address of a network card. Where
+    # the name is another address than the one its daemons listen on, that one as IPv6 has it.
+    return f"{'[::ffff:127.0.0.1]' if resolution() else 'LOCALHOST'}:{address.rpartition(':')[2]}"
 
 
 def _read_address(head: subprocess.Popen[bytes]) -> str:
