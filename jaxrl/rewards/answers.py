@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import regex as re
 
-from jaxrl.rewards.languages import SOLID
+from jaxrl.rewards.languages import SOLID, table, words_of
 
 TOLERANCE = Fraction(1, 10**6)
 """Relative difference at which two numbers are equal where a decimal is the other one rounded."""
@@ -67,10 +67,7 @@ _PROSE = re.compile(
 """Words that no expression has: of Latin letters by their length, all of other letters but those of
 Greek that stand alone."""
 _SYMBOL = re.compile(r"(?<!\p{Greek})(?!μ)\p{Greek}{1,2}(?!\p{Greek})")
-_NAMES = frozenset(
-    ("and", "or", "pi", "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "inf")
-    + ("infinity", "infty", "mod", "arcsin", "arccos", "arctan")
-)
+_NAMES = frozenset(words_of("part of an expression"))
 """Words that are part of an expression, not of prose."""
 
 _SIGNED = r"[-+]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
@@ -100,15 +97,7 @@ NUMBER = re.compile(
     rf"(?:\d+ \d+\s?/\s?\d+(?!\d|\.\d)|{_UNSIGNED})"
 )
 """In a text that `plain` returned. A sign, thousands commas, decimals, exponents, a/b, `1 1/2`."""
-_SCALES: dict[str, int | None] = {
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "bn": 10**9,
-}
-_SCALES |= dict.fromkeys(("dozen", "hundred-million", "hundred", "ten-thousand", "lakh", "crore"))
-_SCALES |= {"trillion": None}
-"""None: a number with the word is equal to one with the same word only."""
+_SCALES = {word: row[0] for row in table()["scales"] for word in row[1].split("|")}
 _SCALE = "|".join(_SCALES)
 _WHOLE = re.compile(
     r"(?P<sign>[-+]?)\s*(?P<money>\p{Sc}|[Rr]s\.?|)\s*(?P<sign2>[-+]?)\s*"
@@ -134,30 +123,18 @@ _WORD = re.compile(rf"([\p{{L}}\p{{M}}]+|[\p{{Sc}}¢])({_POWER})")
 _AREA = re.compile(
     r"(?<=[\d ](?:mm|cm|km|ft|in))\s*\^\s*\{?\s*[23](?!\d)\s*\}?|(?<=\d m)\^\{?[23](?!\d)\}?"
 )
-_SAME_UNITS = (
-    *("in inch inche", "ft foot feet", "yd yard", "mi mile", "acre", "ha hectare", "rad radian"),
-    *("min minute", "hr hour h", "day", "week", "month", "yr year", "am", "pm"),
-    *("lb pound £", "oz ounce", "ton tonne", "gal gallon", "quart", "pint", "cup", "kelvin"),
-    *("$ dollar usd buck", "cent ¢", "€ euro", "₹ rupee rs", "¥ yen yuan", "° degree deg"),
-)
-_METRIC = ("m meter metre", "g gram", "s sec second", "L l liter litre")
-_METRIC_TOO = (
-    *("N newton", "J joule", "W watt", "Wh", "V volt", "A ampere amp", "B byte", "bit"),
-    *("Hz hertz", "Pa pascal", "eV", "mol mole", "cal calorie"),
-)
 _SMALL = {"p": "pico", "n": "nano", "m": "milli", "c": "centi", "d": "deci", "k": "kilo"}
 _SMALL |= dict.fromkeys(("u", "mc", "µ", "μ"), "micro")
 _ALL = _SMALL | {"M": "mega", "G": "giga", "T": "tera"}
+_KINDS = {"metric units": _SMALL, "metric units with capital prefixes": _ALL, "units": {}}
 _UNITS = {
     prefix[len(word) > 3] + word: prefix[1] + words.split()[0]
-    for bases, prefixes in ((_METRIC, _SMALL), (_METRIC_TOO, _ALL))
-    for words in bases
+    for part, prefixes in _KINDS.items()
+    for words in words_of(part)
     for word in words.split()
     for prefix in (("", ""), *prefixes.items())
     if word not in "NJWVAB" or prefix[0]  # 5 N is five times N, unless the N is upright
 }
-_UNITS |= {word: words.split()[0] for words in _SAME_UNITS for word in words.split()}
-_UNITS |= {"mph": "hr^-1·mi", "kmh": "hr^-1·kilom", "kph": "hr^-1·kilom"}
 _LOWER = {word.lower(): unit for word, unit in _UNITS.items()}
 _LOWER |= {word.lower(): "" for word, unit in _UNITS.items() if _LOWER[word.lower()] != unit}
 _MONEY, _AREAS = ("$", "cent", "€", "₹", "¥"), {"square": 2, "sq": 2, "cubic": 3}
@@ -166,31 +143,16 @@ _UPRIGHT |= {"K": "kelvin", "C": "coulomb", "F": "farad", "T": "tesla"}
 _UPRIGHT_UNIT = re.compile(
     r"(?<=\d)\s*\\(?:text|mathrm|rm)\s*\{\s*([NJWVABKCFT])\s*\}(?=[\s.,$)]*\Z)"
 )
-_OTHER_VALUE = (
-    *("plus", "minus", "over", "choose", "factorial", "squared", "cubed", "score", "gross"),
-    *("half", "halve", "third", "fourth", "quarter", "fifth", "sixth", "seventh", "eighth"),
-    *("ninth", "tenth", "hundredth", "thousandth", "mod", "modulo", "twice"),
-)
-"""Words that make another value of the number before them."""
-_NO_UNITS = _NAMES | frozenset(
-    (*_OTHER_VALUE, *_SCALES)
-    + ("to", "ln", "times", "than", "less", "more", "if", "when", "where", "is", "not")
-)
+_OTHER_VALUE = words_of("makes another value of the number before it")
+_NO_UNITS = _NAMES | {*_OTHER_VALUE, *_SCALES, *words_of("no unit")}
 """Words after a number that make another value of it, or no value."""
 _WORDS_AFTER = re.compile(
-    rf"\s{{0,9}}-?(?:and\s(?:an?|one)\s)?(?:{'|'.join(_OTHER_VALUE)})s?\b"
-    r"|\s{0,9}(?:(?:less|more|fewer) than|times (?:as|the|that|[b-z])|(?:raised )?to the"
-    r"|(?:divided|multiplied) by|at (?:least|most)|or (?:more|less|fewer))\b"
-    r"|\s{0,9}is not\b(?! it but)(?=\s*(?:[.,;!?)]|\Z|(?:it|the|right|correct)\b|[^\x00-\x7f]))",
+    rf"\s{{0,9}}(?:-?(?:and\s(?:an?|one)\s)?(?:{'|'.join(_OTHER_VALUE)})s?\b"
+    rf"|(?:{'|'.join(words_of('is no answer with, behind it'))})\b)",
     re.IGNORECASE,
 )
 _WORDS_BEFORE = re.compile(
-    rf"(?:% of|\d (?:over|less)|\d ?(?:{_SCALE})s?|n['’]t|\b(?:not|never|cannot|negative|minus|plus"
-    r"|times|half|third|quarter|double|triple|twice|thrice|as opposed to|except|unlike|modulo"
-    r"|log|base|(?:root|square|cube|log|logarithm|reciprocal|inverse|opposite|factorial|out|instead"
-    r"|in place|per ?cent|power) of|(?:less|more|fewer|greater|other|rather) than|at (?:least|most)"
-    r"|(?:divided|multiplied|divisible) (?:by|into)|take away|added to|subtracted from"
-    r"|(?:sum|product|difference|quotient|ratio|between) (?:of )?\S{1,20} (?:and|to)))"
+    rf"(?:\d ?(?:{_SCALE})s?|{'|'.join(words_of('is no answer with, before it'))})"
     r"(?: (?:of|be|equal|to|the|number|value|base|[-*]+)){0,4}[\s*$(]{0,9}\Z",
     re.IGNORECASE,
 )
@@ -331,12 +293,17 @@ def read_number(text: str) -> Number | None:
         return None
     things = "" if unit else rest.strip(" .,;:")
     unit = unit or _known(m["money"].strip("."))
-    scale = _SCALES[m["scale"]] or 1 if m["scale"] else 1
-    kept = "" if m["scale"] is None or _SCALES[m["scale"]] else m["scale"]
+    scale, kept = _scale(m["scale"])
     step = step_of(m["number"], value * scale) * scale
     value = -value * scale if "-" in (m["sign"], m["sign2"]) else value * scale
     name = named[1] if named is not None and len(named[1]) == 1 else ""
     return Number(value, percent, unit, things, name, kept, step)
+
+
+def _scale(word: str | None) -> tuple[int, str]:
+    """Returns what a word of scale stands for, and the word itself where nothing is converted."""
+    meaning = _SCALES[word] if word else "1"
+    return (int(meaning), "") if meaning.isdecimal() else (1, str(word))
 
 
 def whole_number(text: str) -> Number | None:
@@ -380,10 +347,9 @@ def last_number(text: str) -> Number | None:
     percent = re.match(r"\s?\\?%|\s?per\s?cent", after)
     if value is None or _BEFORE.search(before[-200:]) or _changed(before, after):
         return None
-    kept = ""
-    if scaled := re.match(rf"\s{{0,2}}({_SCALE})s?\b", after):
-        times, after = _SCALES[scaled[1]], after[scaled.end() :]
-        value, kept = value * (times or 1), "" if times else scaled[1]
+    scaled = re.match(rf"(?:\s{{0,2}}({_SCALE})s?\b)?", after)
+    scale, kept = _scale(scaled[1])
+    value, after = value * scale, after[scaled.end() :]
     if percent is None and _AFTER.match(after):
         unit = _UNIT.match(after)
         if unit is None or unit_of(unit[0]) is None:
@@ -487,9 +453,8 @@ def tidy(text: str) -> str:
 
 _GROUPS = re.compile(r"(?<=\d)(?:\{,\}|,?\\!|\\[,;: ]|[~\u00a0\u202f\u2009])(?=\d{3}(?!\d))")
 _CHARACTERS = {"\u2212": "-", "\u2013": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot "}
-_CHARACTERS |= {"\u00a0": " ", "\u202f": " ", "\u2009": " ", "\uff0c": ",", "\u2044": "/"}
-_CHARACTERS |= {"\u00f7": "\\div "}
-_CHARACTERS |= {"\\colon": ":"}
+_CHARACTERS |= {"\u00f7": "\\div ", "\u2044": "/", "\\colon": ":"}
+_CHARACTERS |= dict.fromkeys(("\u00a0", "\u202f", "\u2009"), " ")
 
 
 def _ascii(text: str) -> str:
@@ -577,12 +542,12 @@ def unit_of(rest: str) -> str | None:
     words = [word for word, _ in _WORD.findall(spelled)]
     if any({word.lower(), word.lower().removesuffix("s")} & _NO_UNITS for word in words):
         return None
-    if _SYMBOL.search(rest) or _SYMBOL.search(words[0]):
+    if _SYMBOL.search(rest):
         return None
     if words[0].isascii() and not _known(words[0]) and (not m["space"] or len(words[0]) < 2):
         return None
-    if not m["space"] and re.fullmatch("[A-Za-z]", words[0]):  # a variable, as in 5m
-        return None
+    if not m["space"] and re.fullmatch("[A-Za-z]", words[0]):
+        return None  # a variable, as in 5m
     powers: dict[str, int] = {}
     parts = re.split(r"/|\b(?:per|an?|each|every)\b", spelled, flags=re.IGNORECASE)
     for at, part in enumerate(parts):
@@ -711,10 +676,8 @@ def _choice(text: str) -> tuple[str, str] | None:
 
 def same_answer(a: str, b: str) -> bool:
     """Returns whether both are the same number or the same text."""
-    numbers = read_number(a), read_number(b)
-    if numbers[0] is not None and numbers[1] is not None:
-        return numbers[0].same(numbers[1])
-    return spelled(a) == spelled(b)
+    x, y = read_number(a), read_number(b)
+    return spelled(a) == spelled(b) if x is None or y is None else x.same(y)
 
 
 _OPTION = r"(?:[A-J]|(?![a-zA-Z\p{Greek}])\p{L})"

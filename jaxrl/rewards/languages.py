@@ -81,6 +81,11 @@ def table() -> dict[str, list[tuple[str, str, str]]]:
     }
 
 
+def words_of(part: str) -> list[str]:
+    """Returns the words, or patterns, of all rows of a part of the table."""
+    return [word for row in table()[part] for word in row[1].split("|")]
+
+
 def _replaced(m: re.Match[str]) -> str:
     text, (start, end) = m.string, m.span()
     inside = text[max(0, start - 1) : start].isdecimal() and text[end : end + 1].isdecimal()
