@@ -131,6 +131,8 @@ class Prompt(_Tokenized):
     """The reference answer that a verifier compares with."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """Every other field of the data row."""
+    answer_value: object = None
+    """The answer as the data have it, for code of users; None where that is the text itself."""
     inputs: TemplateInputs = NO_INPUTS
     """What the chat template read with the messages."""
     conversational: bool = False

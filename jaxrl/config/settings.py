@@ -28,6 +28,7 @@ from jaxrl.config.section import (
     numbers,
     unread,
 )
+from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.process.json_types import Keywords
 
@@ -48,6 +49,37 @@ PLACEMENT = ("mesh", "rollout.parallel", "rollout.devices")
 """Keys that belong to the machine, and are not taken over from a run."""
 SLOTS = ("batch_size", "group_size")
 """Keys of a run that stand for the slots where `rollout.slots` is null."""
+
+
+_RENDERED = ("messages", "tools", "add_generation_prompt", "strftime_now")
+_OPTIONS = (
+    "chat_template",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
+
+
+def check_arguments(arguments: Keywords) -> Keywords:
+    """Returns arguments for a chat template. Raises UserError for names that a run sets itself,
+    and for options of `apply_chat_template` of transformers that no template reads."""
+    for name in arguments:
+        if name in _RENDERED:
+            raise UserError(
+                f"{name!r} is what each rendering of a chat sets by itself: leave it out"
+            )
+        if name in _OPTIONS:
+            raise UserError(
+                f"{name!r} is an option of transformers' apply_chat_template, no name that a"
+                " template reads: leave it out"
+            )
+    return arguments
 
 
 def _day(value: object) -> str:
@@ -93,9 +125,19 @@ class DataConfig(Section):
     completion_key: str | None = "completion"
     """Field of a row with a completion to learn from (sft and off-policy batches), as text or as
     chat messages. null: none."""
-    tools_key: str | None = None
+    tools_key: str | None = "tools"
     """Field of a row with the JSON schemas of tools, a list or its text, which the chat template
     shows. null: none."""
+    system_key: str | None = "system"
+    """Field of a row with the text of a system message, for a prompt that has none. null: none."""
+    chat_template_arguments_key: str | None = "chat_template_kwargs"
+    """Field of a row with arguments for the chat template, an object or its JSON text, which come
+    before those of `data.chat_template_arguments`. null: none."""
+    chat_template_arguments: Annotated[
+        Keywords, BeforeValidator(numbers), AfterValidator(check_arguments)
+    ] = {}
+    """Arguments for the chat template of every prompt, as in `{enable_thinking: false}` or
+    `{reasoning_effort: high}`: names that the template of the model reads."""
     completion_turns: Literal["last", "all"] = "last"
     """Which turns of a chat that ends with the assistant are learned (sft and off-policy batches).
     last: the last turn; everything before it is the prompt. all: every turn of the assistant; the

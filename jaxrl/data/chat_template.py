@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from functools import cache, lru_cache, wraps
+from itertools import groupby
 from types import BuiltinMethodType, FrameType
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateRuntimeError
+from jinja2 import TemplateRuntimeError, meta
 
-from jaxrl.data.example import Message
+from jaxrl.data.example import Message, is_learned
 from jaxrl.data.spelled_tokens import marked, unmarked
 from jaxrl.errors import UserError
 from jaxrl.process.json_types import JsonObject
@@ -299,20 +300,31 @@ def split(
             if begin < at:
                 raise UserError(f"message {message}: {_NO_BORDERS}")
             pieces.append(ChatPiece(text[at:begin], False, message))
-            pieces.append(ChatPiece(text[begin:stop], True, message))
+            pieces.append(ChatPiece(text[begin:stop], is_learned(messages[message]), message))
             at = stop
     if not pieces:
         raise UserError("the chat template marks nothing of the assistant's turns to be learned")
     if at < len(text):
         pieces.append(ChatPiece(text[at:], False, len(messages)))
     begins = starts[0] + len(pieces[0].text)
+    learned = [at for at in learned if is_learned(messages[at])]
     notes = [*chat.notes, *notes, *_not_rendered(chat, learned, text[begins:])]
     return Split(
         text[:begins],
-        tuple(piece for piece in pieces[1:] if piece.text),
+        tuple(_joined(pieces[1:])),
         chat.generation_prompt == text[:begins],
         tuple((kind, unmarked(note)) for kind, note in notes),
     )
+
+
+def _joined(pieces: Sequence[ChatPiece]) -> Iterator[ChatPiece]:
+    """Yields the pieces that have a text; those without loss are one between two learned ones."""
+    for learned, some in groupby(filter(lambda one: one.text, pieces), lambda one: one.learned):
+        parts = list(some)
+        if learned:
+            yield from parts
+        else:
+            yield ChatPiece("".join(one.text for one in parts), False, parts[-1].message)
 
 
 class _Chat:
@@ -661,6 +673,20 @@ def shows_tools(tokenizer: Any, messages: Sequence[Message], inputs: TemplateInp
     return render(tokenizer, messages, True, replace(inputs, tools=())) != text
 
 
+def names_read(tokenizer: Any, tools: bool = False) -> frozenset[str]:
+    """Returns the names that the template reads and does not make itself: what it can be given.
+
+    Args:
+        tools: of the template for chats with tools, where there are several.
+    """
+    return _names_read(tokenizer.get_chat_template(tools=[{}] if tools else None))
+
+
+@lru_cache(16)
+def _names_read(template: str) -> frozenset[str]:
+    return frozenset(meta.find_undeclared_variables(program(template).environment.parse(template)))
+
+
 def in_form(
     tokenizer: Any,
     messages: Sequence[Message],
@@ -751,10 +777,10 @@ def _rendered(
             for block in template.generate(
                 **{
                     **tokenizer.special_tokens_map,
+                    "documents": None,
                     **inputs.arguments,
                     "messages": list(map(_as_templates_read, messages)),
                     "tools": tools,
-                    "documents": None,
                     "add_generation_prompt": generation,
                     "strftime_now": datetime.fromisoformat(day).strftime,  # at midnight
                 }
@@ -779,7 +805,8 @@ def _tried(
 def _as_templates_read(message: Message) -> JsonObject:
     """Returns a message with its thoughts under the names that templates read, nulls left out, as
     `apply_chat_template` of transformers gives it."""
-    turn = {name: value for name, value in message.items() if value is not None}
+    there = ((name, value) for name, value in message.items() if name != "weight")
+    turn = {name: value for name, value in there if value is not None}
     found = [turn[name] for name in THOUGHT_FIELDS if name in turn]
     if found:
         thought = next(filter(None, found), found[0])

@@ -35,6 +35,10 @@ class Example:
     """Every other field of the row; `task` names the procedural task that made it."""
     document: bool = False
     """A text prompt that the completion simply continues: never wrapped as a chat turn."""
+    answer_value: object = None
+    """The answer as the row has it; None where that is the text itself."""
+    system: str | None = None
+    """A system message for a text prompt that becomes a message; a chat has it among its own."""
     inputs: TemplateInputs | None = None
     """What a chat template reads beside the messages; None: nothing."""
     turns: tuple[Message, ...] = ()
@@ -42,14 +46,22 @@ class Example:
     """
 
 
+def is_learned(message: Message) -> bool:
+    """Returns whether a message of a completion is learned: one of the assistant that the data do
+    not mark otherwise (`data.rows.LEARNED`)."""
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
 def fields_of(example: Example) -> frozenset[tuple[object, ...]]:
     """Returns what decides whether a chat template can show a row: the role of each message,
-    its fields that say something, whether it has several calls, and whether there are tools. Empty
-    of a text."""
+    its fields that say something, whether it has several calls, and what else a template
+    reads."""
     messages = () if isinstance(example.prompt, str) else example.prompt
-    found: set[tuple[object, ...]] = (
-        {("tools",)} if example.inputs and example.inputs.tools else set()
-    )
+    found = set[tuple[object, ...]]()
+    if example.inputs is not None:
+        found = {("tools", bool(example.inputs.tools)), ("arguments", *example.inputs.arguments)}
+    if example.system is not None:
+        found.add(("system",))
     for message in (*messages, *example.turns):
         says = sorted(name for name, value in message.items() if value not in (None, "", [], {}))
         found.add((message["role"], *says, len(message.get("tool_calls") or ()) > 1))

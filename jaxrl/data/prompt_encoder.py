@@ -19,11 +19,12 @@ from jaxrl.data.chat_template import (
     THOUGHT_FIELDS,
     Unrendered,
     has_template,
+    names_read,
     opening_of,
     shows_tools,
     with_end_ids,
 )
-from jaxrl.data.example import Example, Message
+from jaxrl.data.example import Example, Message, is_learned
 from jaxrl.data.rows import KEYS, Keys, listed
 from jaxrl.data.source import Source
 from jaxrl.data.tokenizer import (
@@ -127,6 +128,8 @@ class PromptEncoder:
     """What ends a completion; () for the tokenizer's own."""
     system_prompt: str | None = None
     """System message before every chat that has none."""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    """For the chat template; those of a row come before them."""
     chat: Chat = "auto"
     """auto: a text prompt becomes a user message where the tokenizer has a chat template, unless it
     is a document to continue (`arithmetic`). raw: text prompts stay text."""
@@ -161,7 +164,8 @@ class PromptEncoder:
         chats = self.chat == "auto" and has_template(self.tokenizer)
         if self.few_shot:  # rows that leave less than one token more than they take
             before = self.prompt_of(Example("")) if chats else self._text_before(self.few_shot)
-            taken = len(encode_prompt(self.tokenizer, before))
+            inputs = TemplateInputs(arguments=self.arguments)
+            taken = len(encode_prompt(self.tokenizer, before, inputs))
             if taken >= self.max_prompt_tokens:
                 raise UserError(
                     f"data.few_shot: {len(self.few_shot)} rows take {taken} tokens, which leaves"
@@ -190,13 +194,14 @@ class PromptEncoder:
         system: tuple[Message, ...] = ()
         if prompt[0]["role"] == "system":
             system, prompt = prompt[:1], prompt[1:]
-        elif self.system_prompt is not None:
-            system = ({"role": "system", "content": self.system_prompt},)
+        elif (rules := example.system or self.system_prompt) is not None:
+            system = ({"role": "system", "content": rules},)
         return (*system, *_turns_of(shots), *prompt)
 
     def inputs_of(self, example: Example) -> TemplateInputs:
         """Returns what the chat template reads with the messages of a row."""
-        return example.inputs or NO_INPUTS
+        own = example.inputs or NO_INPUTS
+        return replace(own, arguments={**self.arguments, **own.arguments})
 
     def fit(self, example: Example, may_cut: bool = True) -> Fit:
         """Returns whether the prompt is short enough, as it is or cut.
@@ -248,14 +253,8 @@ class PromptEncoder:
                 return None
             if self.teacher.late.keys() & set(template_names(self.teacher.template or "")):
                 late, theirs, generation = self._teacher_prompt(example), None, None
-        messages = as_messages(prompt)
-        asks = messages and self.inputs_of(example).tools and "tools" not in self.noted
-        if asks and not shows_tools(self.tokenizer, messages or (), self.inputs_of(example)):
-            self.noted["tools"] = (
-                "the chat template does not show `tools`: prompts are without them. Give the"
-                " model a template that shows tools, write them into the system message, or"
-                " unset data.tools_key"
-            )
+        messages, inputs = as_messages(prompt), self.inputs_of(example)
+        self._note_unread(messages, inputs, example.system)
         columns = {**example.columns, **({"messages": messages} if messages else {})}
         text = messages[-1]["content"] if messages else str(example.prompt)
         completion: tuple[int, ...] | None = None
@@ -288,8 +287,9 @@ class PromptEncoder:
             sampling_tokens=sampled,
             turns=turns,
             answer=example.answer,
+            answer_value=example.answer_value,
             columns=columns,
-            inputs=self.inputs_of(example),
+            inputs=inputs,
             conversational=not isinstance(example.prompt, str),
             teacher_tokens=theirs,
             teacher_generation_tokens=(
@@ -298,6 +298,40 @@ class PromptEncoder:
             teacher_sampling_tokens=theirs_sampled,
             teacher_prompt=late,
         )
+
+    def _note_unread(
+        self, messages: Sequence[Message] | None, inputs: TemplateInputs, system: str | None
+    ) -> None:
+        """Notes what a row has for the chat template and the prompt does not show."""
+        if messages is None:
+            has = {"tools": inputs.tools, "system": system, "arguments": inputs.arguments}
+            names = [f"`{name}`" for name, value in has.items() if value]
+            raw = self.chat == "raw"
+            if names:
+                why = "data.chat=raw" if raw else "a tokenizer without chat template"
+                way = "set data.chat=auto" if raw else "give the model a chat template"
+                self.noted.setdefault(
+                    f"text {names}",
+                    f"its prompt is text, which shows no {' and no '.join(names)} with {why}: such"
+                    f" prompts are without. Write them into the prompts, {way}, or set"
+                    " data.tools_key, data.system_key or data.chat_template_arguments_key to null",
+                )
+            return
+        asks = inputs.tools and "tools" not in self.noted
+        if asks and not shows_tools(self.tokenizer, messages, inputs):
+            self.noted["tools"] = (
+                "the chat template does not show `tools`: prompts are without them. Give the model"
+                " a template that shows tools, write them into the system message, or set"
+                " data.tools_key=null"
+            )
+        if inputs.arguments:
+            read = names_read(self.tokenizer, bool(inputs.tools))
+            for name in inputs.arguments.keys() - read:
+                self.noted.setdefault(
+                    f"argument {name}",
+                    f"the chat template does not read its argument `{name}`{near(name, read)}: it"
+                    " changes nothing",
+                )
 
     @cached_property
     def lacks_rows(self) -> bool:
@@ -393,7 +427,7 @@ class PromptEncoder:
         )
         tokens, parts, heard = found.completion, [*found.turns], list[Message]()
         for turn in turns:
-            if turn["role"] != "assistant":
+            if not is_learned(turn):
                 heard.append(turn)
                 continue
             between = self._encode_turns.after(heard, eos=tokens[-1], chat=True)

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.example import CompletionTurns, Example, JsonObject, Message
-from jaxrl.errors import UserError, near, short
+from jaxrl.config.settings import check_arguments
+from jaxrl.data.example import CompletionTurns, Example, JsonObject, Message, is_learned
+from jaxrl.errors import UserError, about, near, short
 from jaxrl.types import TemplateInputs
 
 
@@ -37,7 +38,9 @@ class Keys:
     completion: str | None = "completion"
     """Text, or messages of which the first and the last are the assistant's."""
     answer: str | None = "answer"
-    tools: str | None = None
+    tools: str | None = "tools"
+    system: str | None = "system"
+    arguments: str | None = "chat_template_kwargs"
     turns: CompletionTurns = "last"
     """Which of the assistant's turns in a chat that ends with one are the completion."""
 
@@ -51,16 +54,31 @@ class Keys:
     @property
     def named(self) -> tuple[str, ...]:
         names = [name for name, _ in self.fields]
-        return tuple(names if self.tools is None else [*names, self.tools])
+        return (*names, *(name for of in OPTIONAL if (name := getattr(self, of)) is not None))
 
 
 KEYS = Keys()
+OPTIONAL = {
+    "tools": "data.tools_key",
+    "system": "data.system_key",
+    "arguments": "data.chat_template_arguments_key",
+}
+"""Fields of `Keys` that rows need not have -> the config key."""
 MAY_BE_NULL = ("default", "const")
 """Fields of a JSON schema for which null is a value. Any other null was put there by a table, be it
 before the rows were written as JSON."""
 _AS_IT_IS = frozenset({str, int, bool, bytes, type(None)})
 _TEXTS = (None, "text", "input_text", "output_text")
 """Types of the parts of a message's content that are text."""
+LEARNED = {
+    "weight": "OpenAI",
+    "train": "axolotl",
+    "training": "axolotl",
+    "trainable": "verl",
+    "loss": "ms-swift",
+}
+"""Fields of the assistant's messages that say whether one is learned -> whose word it is."""
+_FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _COLUMNS = " (where these are the prompts of several rows, write a list of rows: [{...}, {...}])"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPEAKERS = {
@@ -77,14 +95,22 @@ def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
     """Converts a row, made of values that JSON has (`plain`), to an example; `where` begins error
     messages."""
     prompt, turns = _prompt(row, keys, where)
+    system = _field(row, keys.system, where, "data.system_key=null leaves it out")
+    system = None if not system or system.isspace() else system
+    if system and not isinstance(prompt, str) and prompt[0]["role"] not in ("system", "developer"):
+        prompt = ({"role": "system", "content": system}, *prompt)
+    tools, arguments = _tools(row, keys, where), _arguments(row, keys, where)
+    answer = _answer(row, keys, where)
     text = _field(row, keys.completion, where) if not turns else turns[0]["content"]
     known = dict(keys.fields)
     return Example(
         prompt=prompt,
         completion=text,
-        inputs=TemplateInputs(tools) if (tools := _tools(row, keys, where)) else None,
+        system=system if isinstance(prompt, str) else None,
+        inputs=TemplateInputs(tools, arguments) if tools or arguments else None,
         turns=turns,
-        answer=_answer(row, keys, where),
+        answer=None if answer is None else answer if isinstance(answer, str) else _digits(answer),
+        answer_value=None if isinstance(answer, str) else answer,
         columns={name: _without_nulls(value) for name, value in row.items() if name not in known},
     )
 
@@ -263,6 +289,8 @@ def _prompt(
         text = _field(row, keys.prompt, where)
         if not text:
             raise UserError(f"{where}: `{keys.prompt}` is empty")
+        if turns and not is_learned(turns[0]):
+            raise _nothing_learned(keys.completion, where)
         if len(turns) > 1:
             raise UserError(
                 f"{where}: `{keys.completion}` has several messages and `{keys.prompt}` is text:"
@@ -284,26 +312,25 @@ def _prompt(
                 f" `{keys.completion}` too; keep one (data.completion_key=null leaves the second"
                 " out)"
             )
-        roles = [turn["role"] for turn in before]
-        first = len(roles) - 1
-        if keys.turns == "all" and first:  # a greeting that begins the chat is prompt
-            first = roles.index("assistant", 1)
-        before, turns = before[:first], before[first:]
-    elif keys.turns == "last":
-        before, turns = (*before, *turns[:-1]), turns[-1:]
+        chat, start = before, min(1, len(before) - 1)  # a greeting that begins the chat is prompt
+    else:
+        chat, start = (*before, *turns), len(before)
+    if start < len(chat):
+        learned = [at for at in range(start, len(chat)) if is_learned(chat[at])]
+        if not learned:
+            raise _nothing_learned(keys.completion if turns else name, where)
+        first = learned[0 if keys.turns == "all" else -1]
+        before, turns = chat[:first], chat[first : learned[-1] + 1]
     if not before:
         raise UserError(f"{where}: `{name}` has no message before the completion")
-    weights = [turn.get("weight", 1) for turn in turns if turn["role"] == "assistant"]
-    for weight in weights:  # OpenAI's format can leave turns out
-        if isinstance(weight, Number) and weight != 1:
-            way = "remove `weight`, or end the chat with a turn that is to be learned"
-            if weights[-1] == 1:
-                way = "data.completion_turns=last learns the last turn alone, or remove `weight`"
-            raise UserError(
-                f"{where}: a message of the assistant has `weight` {weight}, and each turn of the"
-                f" completion is learned in full: {way}"
-            )
     return before, turns
+
+
+def _nothing_learned(name: str | None, where: str) -> UserError:
+    return UserError(
+        f"{where}: no message of the assistant in `{name}` is to be learned: each is marked by"
+        f" {listed(LEARNED)}; leave the row out, or the mark"
+    )
 
 
 def _messages(chat: object, name: str | None, where: str) -> tuple[Message, ...]:
@@ -350,8 +377,26 @@ def _message(given: object, place: str) -> Message:
             f"{json.dumps(given, ensure_ascii=False, default=str)[:80]}"
             f"{'' if message.keys() & {'role', 'content'} else _COLUMNS}"
         )
+    if message["role"] == "assistant":
+        flags = {name: message.pop(name) for name in LEARNED if name in message}
+        said = [_flag(value, f"{place}: `{name}`") for name, value in flags.items()]
+        if not all(said):
+            message["weight"] = 0
     _check_text(message, place)
     return message
+
+
+def _flag(value: object, place: str) -> bool:
+    """Returns what a field of LEARNED says; blank text is as good as none."""
+    flag = True if isinstance(value, str) and not value.strip() else None
+    if isinstance(value, str | bool | int | float):
+        flag = _FLAGS.get(str(value).strip().lower(), flag)
+    if flag is None:
+        raise UserError(
+            f"{place} is {short(repr(value))}: a message of the assistant is learned in full (true"
+            " or 1) or read and not learned (false or 0)"
+        )
+    return flag
 
 
 def check_role(role: str, place: str) -> None:
@@ -397,32 +442,54 @@ def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObjec
     if not all(isinstance(tool, dict) for tool in tools):
         raise UserError(
             f"{where}: `{keys.tools}` must be a list of JSON schemas, or the text of one; it is"
-            f" {kind(given)}"
+            f" {kind(given)} (data.tools_key=null leaves it out)"
         )
     _check_text(tools, f"{where}: `{keys.tools}`")
     return tuple(_without_nulls(tool, MAY_BE_NULL) for tool in tools)
 
 
-def _field(row: Mapping[str, object], name: str | None, where: str) -> str | None:
+def _arguments(row: Mapping[str, object], keys: Keys, where: str) -> Mapping[str, object]:
+    """Returns the arguments that the row has for the chat template."""
+    place, given = f"{where}: `{keys.arguments}`", _parsed(find(row, keys.arguments))
+    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
+        return {}
+    if not isinstance(given, dict):
+        raise UserError(
+            f"{place} must be an object of names and values, or its JSON text; it is {kind(given)}"
+            f" (data.chat_template_arguments_key=null leaves it out)"
+        )
+    _check_text(given, place)
+    with about(place):
+        return check_arguments(_without_nulls(given))
+
+
+def _field(
+    row: Mapping[str, object],
+    name: str | None,
+    where: str,
+    way: str = "messages are read too",
+) -> str | None:
     value = find(row, name)
     if value is not None and not isinstance(value, str):
-        raise UserError(
-            f"{where}: `{name}` must be text, it is {kind(value)} (messages are read too)"
-        )
+        raise UserError(f"{where}: `{name}` must be text, it is {kind(value)} ({way})")
     if value is not None:
         _check_text(value, f"{where}: `{name}`")
     return value
 
 
-def _answer(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
-    """Returns the text of the reference answer; blank text is as good as none. A whole number is
-    written without a decimal point, for a table may have made it a float for the sake of other
-    rows."""
-    value = find(row, keys.answer)
+def _digits(value: object) -> str:
+    """Returns the text of a number. A whole one is written without a decimal point, for a table may
+    have made it a float for the sake of other rows."""
     if isinstance(value, float | Decimal) and -(2**53) < value < 2**53 and value % 1 == 0:
         value = int(value)
+    return str(value)
+
+
+def _answer(row: Mapping[str, object], keys: Keys, where: str) -> object:
+    """Returns the reference answer, a text or a number; blank text is as good as none."""
+    value = find(row, keys.answer)
     if isinstance(value, Number) and not isinstance(value, bool):
-        return str(value)
+        return value
     if value is not None and not isinstance(value, str):
         remedy = "data.answer_key=null leaves it out"
         if isinstance(value, list):

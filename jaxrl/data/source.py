@@ -21,7 +21,7 @@ import yaml
 from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.data.example import Example, Part, Split
 from jaxrl.data.jsonl import JsonlFile, RowList, open_csv, open_json
-from jaxrl.data.rows import KEYS, Keys, check_names, kind, listed
+from jaxrl.data.rows import KEYS, OPTIONAL, Keys, check_names, kind, listed
 from jaxrl.data.tables import (
     GroupCache,
     ParquetReader,
@@ -133,8 +133,10 @@ def open_source(
     source = Source([open_one.part(one) for one in specs])
     if split == "eval" and keys.answer not in (KEYS.answer, None):
         _check_known(source, keys.answer, "data.answer_key", label)
-    if label == "data.train" and keys.tools is not None:
-        _check_known(source, keys.tools, "data.tools_key", label)
+    if label == "data.train":
+        for of, key in OPTIONAL.items():
+            if (name := getattr(keys, of)) not in (getattr(KEYS, of), None):
+                _check_known(source, name, key, label)
     return source
 
 

@@ -138,6 +138,8 @@ class PromptStream:
             (encoder.tokenizer.chat_template, len(encoder.tokenizer)),
             (self.dropped, self.cut),
         )
+        if encoder.arguments:
+            settings += (sorted(encoder.arguments.items()),)
         if encoder.teacher is not None:
             settings += ((encoder.teacher.template, encoder.teacher.max_tokens),)
         digest = hashlib.sha256(repr(settings).encode())

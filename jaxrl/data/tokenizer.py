@@ -23,7 +23,7 @@ from jaxrl.data.chat_template import (
     with_end_ids,
     without_end,
 )
-from jaxrl.data.example import Message
+from jaxrl.data.example import Message, is_learned
 from jaxrl.data.spelled_tokens import MARK, encode_marked
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
@@ -220,7 +220,7 @@ def encode_completion(
         if piece.learned:
             content, said = chat[piece.message].get("content") or "", piece.message + 1
         else:
-            heard = list(takewhile(lambda one: one["role"] != "assistant", chat[said:]))
+            heard = list(takewhile(lambda one: not is_learned(one), chat[said:]))
             content, said = "\n".join(one.get("content") or "" for one in heard), said + len(heard)
         turns.append(Turn("assistant" if piece.learned else "environment", len(tokens), content))
         found += tokens

@@ -443,7 +443,9 @@ def row_of(prompt: Prompt) -> JsonObject:
     chat = chat_of(prompt)
     columns = {key: value for key, value in prompt.columns.items() if key != "messages"}
     turns = {} if chat is None else {"messages": [dict(message) for message in chat]}
-    return {**columns, **turns, "prompt": prompt.text, "answer": prompt.answer}
+    value = prompt.answer if prompt.answer_value is None else prompt.answer_value
+    answer = {"answer": value} if value is not None or "answer" not in columns else {}
+    return {**columns, **turns, "prompt": prompt.text, **answer}
 
 
 def own_prompt(prompt: Prompt) -> Prompted:

@@ -117,6 +117,8 @@ class RewardFunctions:
         columns = {name for prompt in prompts for name in prompt.columns}
         added = set(ADDED if self.environment else ADDED[:-1])
         twice = columns & {*OF_COMPLETIONS, *added, *hidden}
+        if all(prompt.answer is None for prompt in prompts):  # a column that no key reads
+            twice -= {"answer"}
         columns |= added
         notes, get_messages = [], []
         for source, signature in zip(self.sources, self.pool.facts(), strict=True):
@@ -283,7 +285,8 @@ def episode_rewards(completions: Sequence[Completion], discount: float) -> np.nd
 def _item(prompt: Prompt, completion: Completion) -> Item:
     run = {"finish_reason": completion.finish_reason, "n_tokens": len(completion.tokens)}
     turns = {"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}
-    columns, chat = {**prompt.columns, **run, **turns}, prompt.conversational
+    answer = {} if prompt.answer_value is None else {"answer": prompt.answer_value}
+    columns, chat = {**prompt.columns, **answer, **run, **turns}, prompt.conversational
     said = completion.text, prompt.answer, columns, completion.opening
     return Item(prompt.text, *said, chat)
 

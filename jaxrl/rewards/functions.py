@@ -184,7 +184,7 @@ class Function:
                 prompt = [dict(message) for message in messages]
                 completion = [{"role": "assistant", "content": item.completion}]
             given = zip(OF_COMPLETIONS, (prompt, completion, item.completion), strict=True)
-            rows.append({**item.columns, "answer": item.answer, **dict(given)})
+            rows.append({"answer": item.answer, **item.columns, **dict(given)})
         present = dict.fromkeys(name for row in rows for name in row)
         unasked = present.keys() - {TEXTS} if s.takes_all else set[str]()
         names = dict.fromkeys([*s.needs, *(n for n in present if n in s.takes or n in unasked)])

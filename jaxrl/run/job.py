@@ -21,7 +21,7 @@ from jaxrl.checkpoint.model_source import ModelSource, resolve_model, resolve_st
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
-from jaxrl.data.chat_template import dated, has_template, opening_of, with_end_ids
+from jaxrl.data.chat_template import dated, opening_of, with_end_ids
 from jaxrl.data.example import Example, Split
 from jaxrl.data.prompt_encoder import (
     PLACES,
@@ -180,8 +180,16 @@ def check_positions(
 def keys(config: Config) -> Keys:
     """Returns the names of the fields of a data row."""
     d = config.data
-    names = d.prompt_key, d.messages_key, d.completion_key, d.answer_key, d.tools_key
-    return Keys(*names, d.completion_turns)
+    return Keys(
+        prompt=d.prompt_key,
+        messages=d.messages_key,
+        completion=d.completion_key,
+        answer=d.answer_key,
+        tools=d.tools_key,
+        system=d.system_key,
+        arguments=d.chat_template_arguments_key,
+        turns=d.completion_turns,
+    )
 
 
 def encoder(
@@ -216,6 +224,7 @@ def encoder(
         config.max_new_tokens,
         ends,
         d.system_prompt,
+        d.chat_template_arguments,
         d.chat,
         shots,
         d.long_prompts,
@@ -223,25 +232,6 @@ def encoder(
         method_of(config).reads_completions(config),
         rows,
     )
-
-
-def tools_note(config: Config, train: PromptStream, tokenizer: Tokenizer) -> str | None:
-    """Returns words about the first row whose tools no chat template shows, for its prompt stays
-    text; None without such a row."""
-    raw = config.data.chat == "raw"
-    if config.data.tools_key is None or not (raw or not has_template(tokenizer)):
-        return None
-    for where, example in train.examples():
-        if example.inputs and example.inputs.tools and isinstance(example.prompt, str):
-            why = "with data.chat=raw" if raw else "for the tokenizer has no chat template"
-            return (
-                f"data.train: {where}: its prompt is text, which shows no"
-                f" `{config.data.tools_key}`, {why}: such prompts are without tools."
-                " Write them into the prompts, "
-                + ("set data.chat=auto," if raw else "give the model a template that shows tools,")
-                + " or unset data.tools_key"
-            )
-    return None
 
 
 def held_out_sets(
@@ -629,7 +619,7 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     held_out = held_out_sets(config, read, given.rows)
     prompts = [prompt.to_sample for prompt in train.batch(0)]
     prompts += (prompt for one in held_out for prompt in one.prompts)
-    notes: list[str | None] = [*token_note, tools_note(config, train, tokenizer)]
+    notes: list[str | None] = [*token_note]
     own = set(source.columns).difference(keys(config).named)
     notes += _check_code(config, given, train.batch(0), own)
     if config.learns_from_rewards:
@@ -753,8 +743,15 @@ def _untokenized(example: Example) -> Prompt:
         text, chat = example.prompt, False
     else:
         text, chat = "\n".join(str(m.get("content") or "") for m in example.prompt), True
-    columns = example.columns
-    return Prompt(0, (), text, answer=example.answer, columns=columns, conversational=chat)
+    return Prompt(
+        0,
+        (),
+        text,
+        answer=example.answer,
+        columns=example.columns,
+        answer_value=example.answer_value,
+        conversational=chat,
+    )
 
 
 def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFunctions:

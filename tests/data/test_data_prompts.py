@@ -420,7 +420,10 @@ def test_bad_held_out_sets_are_refused_in_one_line():
 def test_a_mapping_where_none_belongs_names_the_unknown_keys(tmp_path):
     with pytest.raises(UserError, match=r"unknown key data\.train\.a"):
         load(tmp_path, "{train: {a: x}}")
-    known = ["mesh", "teachers", "data.eval", "environment.arguments"]
+    known = [
+        *("mesh", "teachers", "data.eval"),
+        *("data.chat_template_arguments", "environment.arguments"),
+    ]
     assert list(config_keys.mappings(Config)) == known
     text = about("all", 100)
     assert "data.eval  list of str or mapping of NAME to list of str or null" in text

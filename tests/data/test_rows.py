@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -16,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrl.data.example import Example
-from jaxrl.data.rows import Keys, to_example
+from jaxrl.data.example import Example, is_learned
+from jaxrl.data.rows import LEARNED, Keys, to_example
 from jaxrl.data.source import open_source, source_of
 from jaxrl.errors import UserError
 from jaxrl.types import NO_INPUTS
@@ -427,9 +428,10 @@ def test_calls_that_are_none_and_contents_beside_calls() -> None:
 
 
 def test_every_field_of_a_message_is_kept() -> None:
-    fields = {"reasoning_content": "hm", "name": "Ada", "weight": 0, "x": {"y": [1, None]}}
-    chat = [said("user", "q", **fields), said("assistant", "yo", **{**fields, "weight": 1})]
+    fields = {"reasoning_content": "hm", "name": "Ada", "x": {"y": [1, None]}}
+    chat = [said("user", "q", **fields), said("assistant", "yo", **fields, weight=1)]
     example = to_example({"messages": chat}, Keys(), "row")
+    del chat[1]["weight"]
     assert (example.prompt, example.turns) == ((chat[0],), (chat[1],))
 
 
@@ -543,25 +545,115 @@ def test_chats_of_sharegpt_are_read(tmp_path: Path) -> None:
     assert example.completion == "c"
 
 
-def test_weights_of_turns_that_are_not_learned_say_nothing() -> None:
-    row = {"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]}
-    assert to_example(row, Keys(), "row").completion == "yo"
-    with pytest.raises(UserError, match=r"`weight` 0, .*data.completion_turns=last learns the"):
-        to_example(row, Keys(turns="all"), "row")
+FALSE = [False, 0, 0.0, "0", "false", " False "]
+TRUE = [True, 1, 1.0, "1", "true", "True", None, ""]
+LABELLED = [
+    USER,
+    said("assistant", "a"),
+    USER,
+    said("assistant", "b"),
+    USER,
+    said("assistant", "c"),
+]
+
+
+@pytest.mark.parametrize("flag", LEARNED)
+def test_a_turn_that_the_data_mark_is_read_and_not_learned(flag: str) -> None:
+    """Which turns are learned, for each way of marking three: those that are marked or not said of,
+    in every spelling; the last mode learns the last of them."""
+    for number, marks in enumerate(itertools.product((True, False), repeat=3)):
+        chat = [dict(turn) for turn in LABELLED]
+        for turn, mark in zip(chat[1::2], marks, strict=True):
+            values = TRUE if mark else FALSE
+            turn[flag] = values[number % len(values)]
+        expected = [turn["content"] for turn, m in zip(chat[1::2], marks, strict=True) if m]
+        for row in ({"messages": chat}, {"prompt": chat[:1], "completion": chat[1:]}):
+            if not expected:
+                with pytest.raises(UserError, match="row: no message of the assistant in `"):
+                    to_example(row, Keys(), "row")
+                continue
+            for turns in ("last", "all"):
+                got = to_example(row, Keys(turns=turns), "row")
+                learned = [turn["content"] for turn in got.turns if is_learned(turn)]
+                assert learned == (expected if turns == "all" else expected[-1:])
+                assert is_learned(got.turns[0]) and is_learned(got.turns[-1])
+                whole = [turn["content"] for turn in (*got.prompt, *got.turns)]  # type: ignore[misc]
+                said_before = [turn["content"] for turn in LABELLED]
+                assert whole == said_before[: said_before.index(expected[-1]) + 1]
+                assert not any(flag in turn for turn in got.turns if is_learned(turn))
+
+
+@pytest.mark.parametrize("flag", LEARNED)
+@pytest.mark.parametrize("value", [0.5, 2, -1, "no", "half", [0], {"a": 1}, float("inf")])
+def test_a_mark_that_is_neither_is_refused(flag: str, value: Any) -> None:
+    row = {"messages": [USER, {**ANSWER, flag: value}]}
+    with pytest.raises(UserError, match=rf"row: `messages`\[1\]: `{flag}` is .*false or 0"):
+        to_example(row, Keys(), "row")
 
 
 @pytest.mark.parametrize("turns", ["last", "all"])
-@pytest.mark.parametrize("row", [{"messages": [USER]}, {"prompt": [USER], "completion": []}])
-def test_a_turn_of_weight_0_is_never_learned(turns: Any, row: Row) -> None:
-    """Nor is there a way to learn only the last turn, where that is the one of weight 0."""
-    row = {**row, list(row)[-1]: [*list(row.values())[-1], {**ANSWER, "weight": 0}]}
-    with pytest.raises(UserError, match="`weight` 0, and each .*in full: remove `weight`, or end"):
+@pytest.mark.parametrize("row", [{"prompt": "q"}, {"prompt": [USER]}])
+def test_a_completion_that_is_not_learned_is_refused(turns: Any, row: Row) -> None:
+    row = {**row, "completion": [{**ANSWER, "weight": 0}]}
+    with pytest.raises(UserError, match="in `completion` is to be learned"):
         to_example(row, Keys(turns=turns), "row")
+
+
+def test_a_column_has_the_system_message_of_a_prompt_without_one() -> None:
+    rules = said("system", "rules")
+    for chat in ({"messages": [USER, ANSWER]}, {"prompt": [USER], "completion": "yo"}):
+        example = to_example({**chat, "system": "rules"}, Keys(), "row")
+        assert example.prompt == (rules, USER) and example.system is None
+        assert example.columns["system"] == "rules"
+        for empty in (None, "", " "):
+            assert to_example({**chat, "system": empty}, Keys(), "row").prompt == (USER,)
+    for role in ("system", "developer"):  # the chat's own is the system message
+        own = [said(role, "own"), USER, ANSWER]
+        example = to_example({"messages": own, "system": "rules"}, Keys(), "row")
+        assert example.prompt == (*own[:2],)
+    text = to_example({"prompt": "q", "system": "rules"}, Keys(), "row")
+    assert (text.prompt, text.system) == ("q", "rules")
+    assert to_example({"prompt": "q", "system": 3}, Keys(system=None), "row").system is None
+    with pytest.raises(UserError, match="`system` must be text, it is a number .*system_key=null"):
+        to_example({"prompt": "q", "system": 3}, Keys(), "row")
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_column_has_the_arguments_of_the_chat_template(as_text: bool) -> None:
+    given: Any = {"enable_thinking": False, "tags": ["a"], "absent": None}
+    given = json.dumps(given) if as_text else given
+    example = to_example({"prompt": "q", "chat_template_kwargs": given}, Keys(), "row")
+    assert example.inputs is not None
+    assert example.inputs.arguments == {"enable_thinking": False, "tags": ["a"]}
+    for empty in (None, "", "null", {}, "{}"):
+        row = {"prompt": "q", "chat_template_kwargs": empty}
+        assert to_example(row, Keys(), "row").inputs is None
+    for wrong, words in (
+        ([1], "must be an object of names and values, or its JSON text; it is a list"),
+        ("on", "it is text"),
+        ({"messages": []}, "'messages' is what each rendering of a chat sets by itself"),
+        ({"tools": []}, "'tools' is what"),
+        ({"add_generation_prompt": True}, "'add_generation_prompt' is what"),
+        ({"chat_template": "x"}, "'chat_template' is an option of transformers'"),
+    ):
+        with pytest.raises(UserError, match=f"row: `chat_template_kwargs`.*{words}"):
+            to_example({"prompt": "q", "chat_template_kwargs": wrong}, Keys(), "row")
+
+
+@pytest.mark.parametrize("value", [42, -3, 2.5, 42.0, 2**70])
+def test_code_of_users_gets_an_answer_as_it_is(value: Any) -> None:
+    example = to_example({"prompt": "q", "answer": value}, Keys(), "row")
+    assert type(example.answer_value) is type(value) and example.answer_value == value
+    assert example.answer == str(int(value) if value % 1 == 0 else value)
+    text = to_example({"prompt": "q", "answer": str(value)}, Keys(), "row")
+    assert (text.answer, text.answer_value) == (str(value), None)
 
 
 def test_an_object_over_several_lines_is_a_row(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps({"prompt": "a", "answer": 3}, indent=2))
-    assert examples(open_source(str(tmp_path / "x.json"))) == [Example("a", answer="3")]
+    assert examples(open_source(str(tmp_path / "x.json"))) == [
+        Example("a", answer="3", answer_value=3)
+    ]
 
 
 # Names with dots
