@@ -29,7 +29,8 @@ _BETWEEN_BOXES = re.compile(
 _HASHES = re.compile(r"^[ \t]*#{4}[ \t]*(\S.*)$", re.MULTILINE)
 _STATED = re.compile(
     r"\b(?:answers?|(?:correct|right) (?:option|choice))\b"
-    r"(?:[^\n.]{0,60}?(?:\b(?:is|are)\b|[:=—])|(?=[ *_]+(?:[-+−\p{Sc}]*\.?\d"
+    r"(?:[^\n.\d:=—]{0,60}?\b(?:is|are)\b|[^\n.]{0,60}?(?:\b(?:is|are)\b(?! not\b)|[:=—])"
+    r"|(?=[ *_]+(?:[-+−\p{Sc}]*\.?\d"
     r"|(?:(?:option|choice) )?(?-i:\(?[A-J]\)?)(?:[ .*]|\Z)|(?:[^\x00-\x7f]+ ?){1,3}(?:[.\n]|\Z))))"
     r"[\s:*},]*(.*?)(?=(?<!\bRs)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)\.(?:\s|\Z)|\n|\Z)",
     re.IGNORECASE,
@@ -44,8 +45,9 @@ _AMOUNT = re.compile(
 _MORE = r"(?:[-−\p{Sc}\\]*\d|\$)"
 _CLAUSE = re.compile(
     rf"\s*(?:[(\[;—]|: | [-–] |, (?!(?:(?:and|or|otherwise) )?{_MORE})"
-    rf"|\band (?!(?:an?|one) |{_MORE})|\b(?<!times )(?:because|since|as|for|which|where|when|so|but"
-    r"|while|with|that|if|after|given|i\.e|e\.g|rather than|instead of)\b)"
+    rf"|, (?={_MORE}\S* is not\b)|,? is not (?={_MORE})|\band (?!(?:an?|one) |{_MORE})"
+    r"|\b(?<!times )(?:because|since|as|for|which|where|when|so|but|while"
+    r"|with|that|if|after|given|i\.e|e\.g|rather than|instead of)\b)"
 )
 """Where the answer of a sentence ends."""
 _JOINED = re.compile(r"\b(?:and|or|of|times|plus|minus) (?:[$\d(]|\\[(a-z])")
@@ -167,7 +169,8 @@ _AFTER = re.compile(
 """What makes a number part of an expression, behind it."""
 _BEFORE = re.compile(
     r"(?:[A-Za-z_^/√π:]|\d "
-    r"|(?:(?<![A-Za-z])[A-Za-z]|[A-Za-z][^()]*[)\]}])\s*[-+*]\s*|[)\]}\d]\s*[-+*]\s*|\\[a-z]+\s*[-+*]\s*"
+    rf"|(?:(?<!\p{{L}})(?!{SOLID})\p{{L}}|[A-Za-z][^()]*[)\]}}])\s*[-+*]\s*"
+    r"|[)\]}\d]\s*[-+*]\s*|\\[a-z]+\s*[-+*]\s*"
     r"|\\(?:times|cdot|div|pm|mp|sqrt|log|ln|sin|cos|tan|pi|theta)\s*"
     r"|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{[^{}]*|\^\s*\{[^{}]*|_\s*\{[^{}]*"
     r"|(?<!\w)[(\[{][^()\[\]{}]*,\s*)\Z"
