@@ -125,6 +125,9 @@ class DataConfig(Section):
     completion_key: str | None = "completion"
     """Field of a row with a completion to learn from (sft and off-policy batches), as text or as
     chat messages. null: none."""
+    text_key: str | None = "text"
+    """Field of a row with a text that is learned as a whole (sft, off-policy batches), as in sets
+    for language modelling; read in rows that have neither prompt nor messages. null: none."""
     tools_key: str | None = "tools"
     """Field of a row with the JSON schemas of tools, a list or its text, which the chat template
     shows. null: none."""

@@ -215,6 +215,34 @@ def _turn_tokens(
     return frozenset(filter(is_name, found))
 
 
+def holds_turns(tokenizer: Any, text: str) -> bool:
+    """Returns whether a text is a chat that the template has rendered already: it begins with a
+    token of the turns, and holds what the template writes between question and answer."""
+    text, tokens = text.lstrip(), turn_tokens(tokenizer)
+    if not has_template(tokenizer):
+        return False
+    starts, border = _turn_shape(tokenizer, str(tokenizer.chat_template), tokens)
+    start = next(filter(text.startswith, starts), None)
+    return start is not None and border in "".join(text.removeprefix(start).split())
+
+
+@lru_cache(16)
+def _turn_shape(
+    tokenizer: Any, template: str, tokens: frozenset[str]
+) -> tuple[tuple[str, ...], str]:
+    """Returns what a rendered chat may begin with, and, without spaces, what stands between a
+    question and its answer."""
+    chats = (_ASKS,), (_RULES, _ASKS)
+    asks, rules = (_tried(tokenizer, chat, True, NO_INPUTS) or "" for chat in chats)
+    heads = asks.partition(_WORD)[0], rules.partition(_WORD)[0]
+    starts = [token for token in tokens if any(token in head for head in heads)]
+    starts += [head.strip() for head in heads if any(token in head for token in starts)]
+    behind = asks.rpartition(_WORD)[2]
+    opened = OPENS.search(behind)
+    border = "".join(behind[: opened.start() if opened else None].split())
+    return (tuple(starts) if border else ()), border
+
+
 def _formed(
     tokenizer: Any, messages: Sequence[Message], generation: bool, inputs: TemplateInputs
 ) -> tuple[list[Message], TemplateInputs]:

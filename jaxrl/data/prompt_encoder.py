@@ -19,6 +19,7 @@ from jaxrl.data.chat_template import (
     THOUGHT_FIELDS,
     Unrendered,
     has_template,
+    holds_turns,
     names_read,
     opening_of,
     shows_tools,
@@ -145,6 +146,8 @@ class PromptEncoder:
     after a cut, and is never cut itself."""
     completions: bool = True
     """Whether completions of the data are encoded; False where nothing learns from them."""
+    samples: bool = False
+    """Whether prompts are sampled from, so that each row needs one."""
     rows: int | None = None
     """Rows of the embedding that reads the tokens: rows of data with others are refused. None:
     those of the tokenizer."""
@@ -187,9 +190,16 @@ class PromptEncoder:
         asked = self.few_shot and _question(prompt)
         shots = [shot for shot in self.few_shot if _question(shot.prompt) != asked]
         if isinstance(prompt, str):
-            text = self.chat == "raw" or example.document
-            if text or not has_template(tokenizer or self.tokenizer):
-                return self._text_before(shots) + prompt
+            own = tokenizer or self.tokenizer
+            text = self.chat == "raw" or example.document or not has_template(own)
+            if text or holds_turns(own, f"{prompt}{example.completion or ''}"):
+                if self.samples and not prompt:
+                    raise UserError(
+                        "the row has a text alone (data.text_key), which is learned as a whole, and"
+                        " no prompt to sample from: algorithm=sft learns such rows; if the texts"
+                        " are prompts, set data.prompt_key to the name of their field"
+                    )
+                return self._text_before(shots) + prompt or self._start
             prompt = _user(prompt)
         system: tuple[Message, ...] = ()
         if prompt[0]["role"] == "system":
@@ -232,6 +242,13 @@ class PromptEncoder:
         found = None
         if len(tokens) <= self.max_prompt_tokens and self._learns(example):
             found = self._encoded(example, prompt)
+        plain = isinstance(prompt, str) and has_template(self.tokenizer)
+        if plain and self.chat == "auto" and not example.document:
+            self.noted.setdefault(
+                "turns",
+                "the prompt is a text that has the turns of the chat template already: such"
+                " prompts are taken as they are, and their completions too",
+            )
         longest = max(len(tokens), 0 if found is None else len(found.prompt))
         if longest > self.max_prompt_tokens:
             fit = self.fit(example, may_cut)
@@ -422,17 +439,16 @@ class PromptEncoder:
         """Encodes a chat that the template does not take as a whole, as an episode does: what
         follows a turn is rendered after that turn alone."""
         first, *turns = example.turns
-        found = encode_completion(
-            self.tokenizer, prompt, (first,), eos_ids, self.inputs_of(example)
-        )
+        inputs = self.inputs_of(example)
+        found = encode_completion(self.tokenizer, prompt, (first,), eos_ids, inputs)
         tokens, parts, heard = found.completion, [*found.turns], list[Message]()
         for turn in turns:
             if not is_learned(turn):
                 heard.append(turn)
                 continue
-            between = self._encode_turns.after(heard, eos=tokens[-1], chat=True)
+            between = self._encode_turns.after(heard, eos=tokens[-1], chat=True, inputs=inputs)
             said = "\n".join(message["content"] for message in heard)
-            written = encode_completion(self.tokenizer, _user("?"), (turn,), eos_ids)
+            written = encode_completion(self.tokenizer, _user("?"), (turn,), eos_ids, inputs)
             parts.append(Turn("environment", len(between), said))
             parts += written.turns
             tokens, heard = (*tokens, *between, *written.completion), []
@@ -441,6 +457,14 @@ class PromptEncoder:
     @cached_property
     def _encode_turns(self) -> TurnEncoder:
         return TurnEncoder(self.tokenizer, lambda text: self.noted.setdefault("roles", text))
+
+    @cached_property
+    def _start(self) -> str:
+        """Returns what a text without a prompt is learned after: BOS, or else an end token, behind
+        which a document begins."""
+        ends = [*self.eos_ids, *sorted(getattr(self.tokenizer, "end_ids", ()))]
+        names = [self.tokenizer.bos_token, self.tokenizer.eos_token]
+        return next(filter(None, [*names, *self.tokenizer.convert_ids_to_tokens(ends)]), "")
 
     def _text_before(self, shots: Sequence[Example]) -> str:
         for shot in shots:
@@ -468,10 +492,10 @@ def few_shot(source: Source, rows: int) -> tuple[Example, ...]:
             f" {rows}"
         )
     for index in range(rows):
-        if source[index].completion is None:
+        if source[index].completion is None or source[index].prompt == "":
             raise UserError(
                 f"data.few_shot: {source.where(index)}: few-shot rows need a completion"
-                " (data.completion_key, or chat messages that end with the assistant's)"
+                " after a prompt (data.completion_key, or messages that end with the assistant's)"
             )
     return tuple(source[index] for index in range(rows))
 

@@ -41,6 +41,8 @@ class Keys:
     tools: str | None = "tools"
     system: str | None = "system"
     arguments: str | None = "chat_template_kwargs"
+    text: str | None = "text"
+    """A completion without a prompt, in rows that have neither prompt nor messages."""
     turns: CompletionTurns = "last"
     """Which of the assistant's turns in a chat that ends with one are the completion."""
 
@@ -94,25 +96,45 @@ read; in `role` it is what to write."""
 def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
     """Converts a row, made of values that JSON has (`plain`), to an example; `where` begins error
     messages."""
-    prompt, turns = _prompt(row, keys, where)
+    plain = _plain_text(row, keys, where)
+    prompt: str | tuple[Message, ...] = ""
+    text, turns = plain, tuple[Message, ...]()
+    if plain is None:
+        prompt, turns = _prompt(row, keys, where)
+        text = turns[0]["content"] if turns else _field(row, keys.completion, where)
     system = _field(row, keys.system, where, "data.system_key=null leaves it out")
     system = None if not system or system.isspace() else system
     if system and not isinstance(prompt, str) and prompt[0]["role"] not in ("system", "developer"):
         prompt = ({"role": "system", "content": system}, *prompt)
     tools, arguments = _tools(row, keys, where), _arguments(row, keys, where)
     answer = _answer(row, keys, where)
-    text = _field(row, keys.completion, where) if not turns else turns[0]["content"]
-    known = dict(keys.fields)
+    known = {*dict(keys.fields), *([keys.text] if plain is not None else [])}
     return Example(
         prompt=prompt,
         completion=text,
         system=system if isinstance(prompt, str) else None,
         inputs=TemplateInputs(tools, arguments) if tools or arguments else None,
         turns=turns,
+        document=plain is not None,
         answer=None if answer is None else answer if isinstance(answer, str) else _digits(answer),
         answer_value=None if isinstance(answer, str) else answer,
         columns={name: _without_nulls(value) for name, value in row.items() if name not in known},
     )
+
+
+def _plain_text(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
+    """Returns the text of a row that is a completion without a prompt; None if it has a prompt."""
+    if any(find(row, name) is not None for name in (keys.prompt, keys.messages)):
+        return None
+    text = _field(row, keys.text, where)
+    if text is not None and find(row, keys.completion) is not None:
+        raise UserError(
+            f"{where}: both `{keys.text}` and `{keys.completion}`, and no prompt: if the first is"
+            f" the prompt, set data.prompt_key={keys.text}; else keep one"
+        )
+    if text is not None and not text.strip():
+        raise UserError(f"{where}: `{keys.text}` is empty")
+    return text
 
 
 def find(row: Mapping[str, object], name: str | None) -> Any:

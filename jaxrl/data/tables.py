@@ -47,13 +47,14 @@ class TablePart(Part):
             self._decode = row_decoder(self._reader.schema, self._reader.features)
         self._columns = columns = list(self._reader.schema.names)
         check_names(columns, self._place)
-        if not (column_of(keys.prompt, columns) or column_of(keys.messages, columns)):
+        if not any(column_of(name, columns) for name in (keys.prompt, keys.messages, keys.text)):
             raise no_prompt(columns, keys, self._place, "the table")
         if not len(self):
             raise UserError(f"{self._place}: no rows")
         # what makes an example is read of every row, and nothing else
         start, names = 0, dict.fromkeys(columns)
-        needed = dict.fromkeys(filter(None, (column_of(key, names) for key in keys.named)))
+        read = (column_of(key, names) for key in (*keys.named, keys.text))
+        needed = dict.fromkeys(filter(None, read))
         with _readable(self._place):
             for batch in self._reader.batches(list(needed)):
                 for index, row in enumerate(self._rows(batch, start), start):

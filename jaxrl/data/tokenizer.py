@@ -194,7 +194,8 @@ def encode_completion(
         assert isinstance(completion, str), "messages follow messages"
         head, whole = encode_prompt(tokenizer, prompt), tuple[int, ...]()
         if isinstance(prompt, str):
-            whole = encode_text(tokenizer, prompt + completion, eos=False)
+            begun = prompt == tokenizer.bos_token and completion.startswith(prompt)
+            whole = encode_text(tokenizer, completion if begun else prompt + completion, eos=False)
         merged = not whole or whole[: len(head)] != head
         tokens = encode_after(tokenizer, completion) if merged else whole[len(head) :]
         last = max((n for n, token in enumerate(tokens) if token in eos_ids), default=-1)
@@ -555,7 +556,14 @@ class TurnEncoder:
         self._kept = lru_cache(_OBSERVATIONS)(self._encoded)
         self._taken = lru_cache(_OBSERVATIONS)(self._roles_taken)
 
-    def after(self, messages: Sequence[Message], *, eos: int | None, chat: bool) -> tuple[int, ...]:
+    def after(
+        self,
+        messages: Sequence[Message],
+        *,
+        eos: int | None,
+        chat: bool,
+        inputs: TemplateInputs = NO_INPUTS,
+    ) -> tuple[int, ...]:
         """Returns the tokens from the end of one turn of the model to the beginning of its next.
 
         Args:
@@ -563,28 +571,29 @@ class TurnEncoder:
             eos: the turn's last token, where that is an EOS: it is left out where the template ends
                 turns with it.
             chat: whether the prompt is a chat; else the texts follow as they are.
+            inputs: what the template reads beside the messages, as it did in the prompt.
 
         Raises:
             UserError: the chat template has no place for the messages.
         """
-        key = json.dumps(list(map(dict, messages)), ensure_ascii=False)
-        return self._kept(key, eos, chat and has_template(self._tokenizer))
+        beside = [list(map(dict, inputs.tools)), dict(inputs.arguments)]
+        keys = (json.dumps(one, ensure_ascii=False) for one in (list(map(dict, messages)), beside))
+        return self._kept(*keys, eos, chat and has_template(self._tokenizer))
 
-    def _encoded(self, key: str, eos: int | None, chat: bool) -> tuple[int, ...]:
+    def _encoded(self, key: str, beside: str, eos: int | None, chat: bool) -> tuple[int, ...]:
         messages: list[Message] = json.loads(key)
         if not chat:
             return encode_after(self._tokenizer, "".join(one["content"] for one in messages))
         end = "" if eos is None else self._tokenizer.decode([eos], skip_special_tokens=False)
-        roles = self._taken(tuple(message["role"] for message in messages))
+        roles = self._taken(tuple(message["role"] for message in messages), beside)
         if len(roles) < len(messages):
             messages = [{"content": "\n".join(message["content"] for message in messages)}]
-        between = self._rest(
-            [{**one, "role": role} for role, one in zip(roles, messages, strict=True)]
-        )
+        given = zip(roles, messages, strict=True)
+        between = self._rest([{**one, "role": role} for role, one in given], beside)
         text = without_end(self._tokenizer, between, end)
         return encode_after(self._tokenizer, text, end if adds_space(self._tokenizer) else "")
 
-    def _roles_taken(self, roles: tuple[str, ...]) -> tuple[str, ...]:
+    def _roles_taken(self, roles: tuple[str, ...], beside: str) -> tuple[str, ...]:
         """Returns the roles in which the template takes messages of these roles after one of the
         assistant: the roles themselves, or that of the user for each message, or for all together.
         """
@@ -594,7 +603,8 @@ class TurnEncoder:
             words = [f"OBSERVATION{number}" for number in range(len(given))]
             try:
                 pairs = zip(given, words, strict=True)
-                text = self._rest([{"role": role, "content": word} for role, word in pairs])
+                said = [{"role": role, "content": word} for role, word in pairs]
+                text = self._rest(said, beside)
                 if all(word in text for word in words):
                     if given != roles:
                         self._notify(
@@ -607,11 +617,13 @@ class TurnEncoder:
                 errors.append(str(error))
         raise UserError(f"{', '.join(roles)} after a turn of the assistant: {errors[0]}")
 
-    def _rest(self, messages: Sequence[Message]) -> str:
+    def _rest(self, messages: Sequence[Message], beside: str) -> str:
         """Returns what the template renders after an assistant's message that is followed by
         these."""
         mark = _TURN
         while any(mark in message["content"] for message in messages):
             mark += "_"
         begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
-        return render(self._tokenizer, [*begun, *messages], True).partition(mark)[2]
+        tools, arguments = json.loads(beside)
+        inputs = TemplateInputs(tuple(tools), arguments)
+        return render(self._tokenizer, [*begun, *messages], True, inputs).partition(mark)[2]

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from jaxrl.checkpoint import store
 from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
-from jaxrl.data.chat_template import has_template
+from jaxrl.data.chat_template import has_template, holds_turns
 from jaxrl.data.example import JsonObject, Message, Split
 from jaxrl.data.tokenizer import (
     Tokenizer,
@@ -41,7 +41,7 @@ from jaxrl.process.streams import to_stderr
 from jaxrl.process.user_code import Failure
 from jaxrl.process.waiting import waiting
 from jaxrl.sampling.partial_completion import Partner, Reply
-from jaxrl.types import Prompt
+from jaxrl.types import Prompt, TemplateInputs
 
 MOST_WORKERS = 16
 """Processes where `environment.workers` is null, on a machine with many cores."""
@@ -82,7 +82,7 @@ class Episodes:
         self.run_dir, self.notify = run_dir, notify
         self.turns = TurnEncoder(tokenizer, notify)
         self.chats = has_template(tokenizer) and config.data.chat == "auto"
-        """Whether a text that an environment begins with becomes a message of the user."""
+        """Whether texts that an environment begins with become messages of the user."""
         most = config.batch_size * config.group_size
         workers = e.workers or min(2 * (os.cpu_count() or 1), MOST_WORKERS, most)
         self.pool = pool_of(config, workers, given)
@@ -135,18 +135,23 @@ class Episodes:
         facts = self.pool.facts()
         if facts.resets:
             batch.reset()
+        own = facts.tools
+        batch.inputs = [replace(p.inputs, tools=(*p.inputs.tools, *own)) for p in prompts]
         begun = [self._encoded(p, batch.firsts.get(i), facts) for i, p in enumerate(prompts)]
         if facts.tools and not self._looked:
             self._looked = True
-            chat = chat_of(begun[0])
-            own = prompts[0].inputs
-            if chat is None or encode_prompt(self.tokenizer, chat, own) == begun[0].tokens:
+            chat, bare = chat_of(begun[0]), prompts[0].inputs
+            if chat is None or encode_prompt(self.tokenizer, chat, bare) == begun[0].tokens:
                 why = "text prompts have" if chat is None else "the chat template has"
                 self.notify(
                     f"{KEY}: {self.source.text}: the model does not see its tools: {why} no place"
                     " for them; say in the prompts what can be called, and how"
                 )
         return begun, batch
+
+    def in_turn(self, text: str) -> bool:
+        """Returns whether a text that an environment begins with becomes a message of the user."""
+        return self.chats and not holds_turns(self.tokenizer, text)
 
     def close(self) -> None:
         self.pool.close()
@@ -156,7 +161,7 @@ class Episodes:
         if first == own_prompt(prompt):
             first = None
         conversational = prompt.conversational if first is None else not isinstance(first, str)
-        if isinstance(first, str) and self.chats:
+        if isinstance(first, str) and self.in_turn(first):
             first = ({"role": "user", "content": first},)
         messages = chat_of(prompt) if first is None else as_messages(first)
         if first is None and not (facts.tools and messages):
@@ -232,6 +237,7 @@ class EpisodeBatch:
     ):
         self._all, self._prompts, self._n, self._most = episodes, prompts, n, most
         (self._number, self._attempt), self._journal = name, journal
+        self.inputs: list[TemplateInputs] = []  # of the chat template, for each prompt
         self.firsts: dict[int, Prompted] = {}  # what `reset` returned, by the prompt's index
         self._recorded: set[int] = set()  # the prompts for which an earlier process recorded that
         self._failures: dict[tuple[int, int], Failure] = {}
@@ -247,8 +253,8 @@ class EpisodeBatch:
         for index, first in enumerate(firsts):
             self.firsts[index] = first
             if self.firsts[index] != own_prompt(self._prompts[index]):
-                text = isinstance(self.firsts[index], str)
-                self._chat[index] = self._all.chats or not text
+                first = self.firsts[index]
+                self._chat[index] = not isinstance(first, str) or self._all.in_turn(first)
 
     def answer(
         self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
@@ -297,7 +303,8 @@ class EpisodeBatch:
             return Reply(text=said, reward=result.reward)
         chat, called = self._chat[prompt], any(one["role"] == "tool" for one in result.messages)
         try:
-            tokens = self._all.turns.after(result.messages, eos=eos, chat=chat)
+            inputs = self.inputs[prompt]
+            tokens = self._all.turns.after(result.messages, eos=eos, chat=chat, inputs=inputs)
         except UserError as error:
             raise UserError(f"{KEY}: {self._all.source.text} answers with {error}") from error
         last = episode.turn == self._all.environment.max_turns

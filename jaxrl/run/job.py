@@ -185,6 +185,7 @@ def keys(config: Config) -> Keys:
         messages=d.messages_key,
         completion=d.completion_key,
         answer=d.answer_key,
+        text=d.text_key,
         tools=d.tools_key,
         system=d.system_key,
         arguments=d.chat_template_arguments_key,
@@ -218,6 +219,7 @@ def encoder(
         limit = config.teacher_prompt_tokens
         given = config.teacher.prompt, limit, late, teacher_tokenizer
         theirs = TeacherPrompt(*given, keys(config))
+    method = method_of(config)
     return PromptEncoder(
         tokenizer,
         config.max_prompt_tokens,
@@ -229,7 +231,8 @@ def encoder(
         shots,
         d.long_prompts,
         theirs,
-        method_of(config).reads_completions(config),
+        method.reads_completions(config),
+        method.samples_policy(config) or config.distill.seq_kd,
         rows,
     )
 
@@ -244,6 +247,7 @@ def held_out_sets(
     def open_one(sources: Sequence[str], label: str) -> Source:
         return open_source(sources, config.seed, "eval", keys(config), label, given)
 
+    encode = replace(encode, samples=True)
     return eval_sets(config.data.eval, open_one, encode, config.eval.prompts)
 
 

@@ -84,7 +84,7 @@ def test_jsonl_key_names(tmp_path):
     [
         ('{"prompt": ', "not JSON"),
         ("[1]", "a JSON object is needed, this is a list"),
-        ('{"text": "x", "id": 1}', "the row has `text`, `id`"),
+        ('{"body": "x", "id": 1}', "the row has `body`, `id`"),
         ('{"prompt": ""}', "`prompt` is empty"),
         ('{"prompt": 3}', "`prompt` must be text, it is a number"),
         ('{"prompt": "x", "answer": [1]}', "`answer` must be text or a number, it is a list"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.checkpoint.model_source import resolve_model
-from jaxrl.data.chat_template import turn_tokens, with_end_ids
+from jaxrl.data.chat_template import holds_turns, turn_tokens, with_end_ids
+from jaxrl.data.prompt_encoder import PromptEncoder
+from jaxrl.data.rows import Keys, to_example
 from jaxrl.data.spelled_tokens import encode_marked
 from jaxrl.data.tokenizer import decode_text, encode_prompt, load_tokenizer
 from jaxrl.errors import UserError
@@ -173,3 +177,68 @@ def test_readers_see_all_but_the_tokens_of_the_turns() -> None:
     with_end_ids(tokenizer, tokens[-1:])
     assert decode_text(tokenizer, tokens) == seen
     assert decode_text(tokenizer, tokens, special=True) == text
+
+
+def test_a_text_that_holds_the_turns_already_is_taken_as_it_is() -> None:
+    tokenizer = small(THINKS)
+    text = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
+    for prompt, completion in ((text, "4<|im_end|>"), (f"\n{text}<think>\n", "hm"), (text, "a")):
+        row = {"prompt": prompt, "completion": completion}
+        example = to_example(row, Keys(), "row")
+        encoder = PromptEncoder(tokenizer, 500, 500)
+        read = encoder.encode(example, 0)
+        assert read is not None and spelt(tokenizer, read.tokens) == prompt
+        whole = completion.removesuffix("<|im_end|>") + "<|im_end|>"
+        assert spelt(tokenizer, read.completion) == whole
+        assert list(read.tokens) == tokenizer(prompt)["input_ids"]
+        assert "turns of the chat template already" in encoder.noted["turns"]
+
+
+@pytest.mark.skipif(not templates(), reason="the package trl, whose templates are read")
+def test_only_a_rendered_chat_holds_turns() -> None:
+    for name in list(templates())[::6]:
+        tokenizer = tokenizer_of(name)
+        text = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
+        for given in (text, text.removeprefix("<|bos|>"), f"{text}Sure, "):
+            assert holds_turns(tokenizer, given), f"{name}: {given!r}"
+        for token in turn_tokens(tokenizer):
+            for form in FORMS:
+                assert not holds_turns(tokenizer, form.format(token)), f"{name}: {token}"
+    assert not holds_turns(tiny_tokenizer(None), "<|im_start|>user\n2+2?<|im_end|>")
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+@pytest.mark.parametrize("start", ["<s>", None])
+def test_a_row_of_text_is_learned_as_a_whole(template: str | None, start: str | None) -> None:
+    """After BOS or, where there is none, after the end token behind which a document begins."""
+    tokenizer = tiny_tokenizer(template, extra=("<s>",))
+    tokenizer.bos_token = start
+    first = start or "<|im_end|>"
+    for text in ("a b", "a<|im_end|>", "<|im_start|>user\na<|im_end|>\n", f"{start or ''}b"):
+        row = {"text": text, "label": 1}
+        example = to_example(row, Keys(), "row")
+        encoder = PromptEncoder(tokenizer, 500, 500)
+        prompt = encoder.encode(example, 0)
+        assert prompt is not None and spelt(tokenizer, prompt.tokens) == first
+        ended = text if text.rstrip().endswith("<|im_end|>") else f"{text}<|im_end|>"
+        assert spelt(tokenizer, prompt.completion) == ended.removeprefix("<s>")
+        assert prompt.columns == {"label": 1} and not encoder.noted
+        with pytest.raises(UserError, match="no prompt to sample from: algorithm=sft learns"):
+            replace(encoder, samples=True).encode(example, 0)
+
+
+def test_a_text_is_the_completion_only_where_there_is_no_prompt() -> None:
+    both = to_example({"text": "t", "prompt": "p", "completion": None}, Keys(), "row")
+    assert (both.prompt, both.completion, both.columns) == ("p", None, {"text": "t"})
+    named = to_example({"text": "t", "completion": "c"}, Keys(prompt="text"), "row")
+    assert (named.prompt, named.completion, named.document) == ("t", "c", False)
+    nulls = to_example({"text": "t", "prompt": None, "messages": None}, Keys(), "row")
+    assert nulls.completion == "t"
+    for row, keys, why in (
+        ({"text": "t", "completion": "c"}, Keys(), "set data.prompt_key=text"),
+        ({"text": " "}, Keys(), "`text` is empty"),
+        ({"text": 3}, Keys(), "`text` must be text"),
+        ({"text": "t"}, Keys(text=None), "neither `prompt` nor `messages`"),
+    ):
+        with pytest.raises(UserError, match=re.escape(why)):
+            to_example(row, keys, "row")

@@ -14,7 +14,7 @@ from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import Keys, to_example
 from jaxrl.data.tokenizer import TurnEncoder, check_same_prompts, encode_prompt, render_chat
 from jaxrl.errors import UserError
-from jaxrl.types import Prompt
+from jaxrl.types import Prompt, TemplateInputs
 
 LLAMA3 = (
     "{{ '<|begin_of_text|>' }}{% for m in messages %}"
@@ -310,3 +310,19 @@ def test_tools_of_a_row_are_shown_by_the_template(given: object) -> None:
 def test_tools_that_are_none_are_refused(given: object) -> None:
     with pytest.raises(UserError, match="row: `tools` must be a list of JSON schemas"):
         to_example({"prompt": "x", "tools": given}, Keys(tools="tools"), "row")
+
+
+def test_what_follows_a_turn_is_of_the_template_that_rendered_the_prompt() -> None:
+    """A tokenizer may have another template for chats with tools (Command R+)."""
+    uses = "{% for t in tools %}{{ 'TOOL ' + t.name + '\\n' }}{% endfor %}" + CHATML.replace(
+        "m['content']", "('<r>' + m['content'] + '</r>' if m['role'] == 'tool' else m['content'])"
+    )
+    tokenizer = tiny_tokenizer(CHATML)
+    uses = uses.replace("start|>ass", "end|>ass")
+    tokenizer.chat_template = {"default": CHATML, "tool_use": uses}
+    turns, eos = TurnEncoder(tokenizer), tokenizer.eos_token_id
+    plain = turns.after(said("tool", "7"), eos=eos, chat=True)
+    assert spelt(tokenizer, plain) == NEXT["chatml"].format("tool", "7")
+    inputs = TemplateInputs(({"name": "f"},), {"x": 1})
+    used = turns.after(said("tool", "7"), eos=eos, chat=True, inputs=inputs)
+    assert spelt(tokenizer, used) == "\n<|im_start|>tool\n<r>7</r><|im_end|>\n<|im_end|>assistant\n"
