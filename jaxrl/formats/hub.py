@@ -328,21 +328,6 @@ def _forget_list(name: HubName) -> None:
         _IN_MEMORY_TREE_CACHE.pop(str(file), None)
 
 
-def _is_sound(blob: Path) -> bool:
-    """Returns whether a file of the cache has the contents that its name says: a large one is named
-    by its SHA-256, a small one by git's hash of it (or by its SHA-1, as some mirrors do)."""
-    if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
-        return True
-    hashes = [hashlib.sha256()]
-    if len(blob.name) == 40:
-        hashes = [hashlib.sha1(b"blob %d\0" % blob.stat().st_size), hashlib.sha1()]
-    with blob.open("rb") as file:
-        while part := file.read(1 << 20):
-            for state in hashes:
-                state.update(part)
-    return blob.name in [state.hexdigest() for state in hashes]
-
-
 def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
     """Returns the files that are not in the cache, or not in the size that the hub says."""
     sizes = _cached_list(name) or {}
@@ -425,34 +410,53 @@ def _check_heard(name: HubName) -> None:
 
 def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
     """Returns the place that `fetch` returns of a pinned name, once what has come has the hashes
-    that the hub says; what has others is removed."""
+    that the hub's list of its files says (SHA-256 of large ones, else git's); what has others is
+    removed."""
+    from huggingface_hub import HfApi
     from huggingface_hub.utils import _http
 
-    blobs = _storage(name) / "blobs"
+    blobs, place = _storage(name) / "blobs", _storage(name) / SNAPSHOTS / str(name.sha)
+    mark = _storage(name) / f".fetched-{name.sha}"
+    """Is there while files are fetched, until they are compared."""
+    of: dict[str, Any] = {"repo_id": name.repo, "repo_type": name.kind, "revision": name.sha}
 
     def whole_blobs() -> set[Path]:  # those that are being written have a dot
         return {blob for blob in blobs.glob("*") if PLAIN.fullmatch(blob.name)}
 
+    def is_other(file: Path, listed: str) -> bool:  # some mirrors list the plain SHA-1
+        with file.open("rb") as content:
+            plain = hashlib.file_digest(content, "sha1").hexdigest()
+        return HASH.fullmatch(listed) is not None and plain != listed
+
     def fetch_and_check() -> Path:
-        before = whole_blobs()
+        if is_offline():
+            return Path(fetch(**of))
+        before, unsure = whole_blobs(), mark.exists()  # left by a process that was killed
+        with suppress(OSError):  # a cache that can only be read
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
         try:
-            fetched = fetch(name.repo, repo_type=name.kind, revision=name.sha)
+            fetched = fetch(**of)
+            unsure = unsure or whole_blobs() != before
+            found = HfApi().verify_repo_checksums(**of).mismatches if unsure else []
         except Exception as error:
             silent = _http.httpx2.TransportError  # type: ignore[attr-defined, unused-ignore]
-            if not is_offline() and not any(isinstance(e, silent) for e in _causes(error)):
+            if not any(isinstance(e, silent) for e in _causes(error)):
                 _forget_list(name)  # it may be what is wrong
             raise
-        damaged = [blob for blob in sorted(whole_blobs() - before) if not _is_sound(blob)]
+        with suppress(OSError):
+            mark.unlink(missing_ok=True)
+        damaged = [one["path"] for one in found if is_other(place / one["path"], one["expected"])]
         if not damaged:
             return Path(fetched)
-        links = {link.resolve(): link.name for link in Path(fetched).parent.glob("**/*")}
-        for blob in damaged:
-            blob.unlink()
+        for file in damaged:
+            (place / file).resolve().unlink()
+            (place / file).unlink(missing_ok=True)
         _forget_list(name)
-        names = ", ".join(sorted(links.get(blob, blob.name) for blob in damaged))
         raise BadAnswer(
-            f"{_constants().ENDPOINT} sends {names} with other contents than it says (by their"
-            " hashes), and they were removed: start again, or set HF_ENDPOINT to another hub"
+            f"{_constants().ENDPOINT} sends {', '.join(damaged)} with other contents than it says"
+            " (by the hashes of its list of files), and they were removed: start again, or set"
+            " HF_ENDPOINT to another hub"
         )
 
     return ask(name, fetch_and_check)
@@ -483,6 +487,7 @@ def _constants() -> Any:
 T = TypeVar("T")
 KEPT = "complete files stay in the hub's cache, and the same command downloads the others"
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 PLAIN = re.compile("[0-9A-Za-z_=+:-]{1,200}")
 """An ETag that may become the name of a file."""
 LONGEST_WAIT_S = 310.0

@@ -304,6 +304,22 @@ def test_a_file_of_the_right_size_with_other_contents_is_refused_and_does_not_st
         np.testing.assert_array_equal(one, other)
 
 
+def test_what_a_killed_process_fetched_is_compared(files: dict[str, bytes], hub: Hub) -> None:
+    """It was on the disk, and not compared yet."""
+    hub.add("org/tiny", files)
+    weights("org/tiny")
+    name = model_name("org/tiny")
+    assert name is not None
+    place = hub_module.folder(name)
+    blob = (place / SHARED).resolve()
+    whole = blob.read_bytes()
+    blob.write_bytes(DAMAGES["a flipped bit"](whole))
+    (place.parents[1] / f".fetched-{place.name}").touch()
+    refused("org/tiny", hub.url, SHARED, "other contents than it says", "removed")
+    weights("org/tiny")
+    assert blob.read_bytes() == whole and not [*place.parents[1].glob(".fetched-*")]
+
+
 def test_a_mirror_that_names_small_files_by_their_sha1_is_believed(
     two: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
