@@ -64,6 +64,7 @@ def export(
 
 
 def _write(source: ModelSource, destination: Path, dtype: str, adapters: bool) -> Path:
+    from jaxrl.checkpoint.fingerprint import digest_weights
     from jaxrl.data.tokenizer import end_ids, load_tokenizer
     from jaxrl.formats import hf, peft, weights
     from jaxrl.formats.hub import model_name
@@ -74,7 +75,8 @@ def _write(source: ModelSource, destination: Path, dtype: str, adapters: bool) -
         own = source.adapter
         model = replace(source.config, lora=own.lora, quantised=own.quantised)
         pairs, base = source.adapter.pairs(), source.base_name
-        folder = peft.write(destination, model, base, pairs, source.tokenizer_path)
+        digest = None if model_name(base) else digest_weights(own.base_path)
+        folder = peft.write(destination, model, base, pairs, source.tokenizer_path, digest)
         if model_name(base) is None and not (user_path(base) / "config.json").is_file():
             to_stderr(
                 f"{destination}: its base model {base} is none that PEFT can load. To load the"

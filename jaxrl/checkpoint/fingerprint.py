@@ -18,7 +18,7 @@ from jaxrl.config.paths import CODE, without_folders
 from jaxrl.config.roles import NamedTeacherConfig
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, short
-from jaxrl.formats import hub
+from jaxrl.formats import hf, hub
 from jaxrl.formats.weights import gguf_parts
 from jaxrl.process.json_types import JsonObject
 
@@ -59,6 +59,20 @@ def digest_model(place: Path, weights: bool = True) -> str:
         digests = [(path.name, digest_file(path)) for path in found if path.is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{place} cannot be read: {error}") from error
+    return hashlib.sha256(repr(digests).encode()).hexdigest()
+
+
+BASE_WEIGHTS = "weights under the adapters"
+"""Name of what a run that trains adapters depends on: `digest_weights` of their base model."""
+
+
+def digest_weights(place: Path) -> str:
+    """Returns the digest of the weights of a model folder, a checkpoint of a run, or a GGUF file,
+    wherever they are, and whatever tokenizer is with them."""
+    if place.is_file() or (place / store.MANIFEST).exists():
+        return digest_model(place)
+    files, _ = hf.weight_files(place, hf.SINGLE, hf.INDEX)
+    digests = [(file.name, digest_file(file)) for file in files]
     return hashlib.sha256(repr(digests).encode()).hexdigest()
 
 

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from jaxrl.checkpoint import store
+from jaxrl.checkpoint.fingerprint import BASE_WEIGHTS, digest_weights
 from jaxrl.checkpoint.writer import load_arrays
 from jaxrl.config import yaml_text
 from jaxrl.config.builtin_configs import how_to_make
@@ -158,6 +159,11 @@ class ModelSource:
             name, place = self.adapter.base, self.adapter.base_path
         return str(place.resolve()) if user_path(name).exists() else name
 
+    @property
+    def base_path(self) -> Path:
+        """Returns the folder or file of the model without its adapters."""
+        return self.path if self.adapter is None else self.adapter.base_path
+
     def load_head(self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """Returns the LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
         return weights.load_head(self.tensors, self.config, mesh, dtype)
@@ -277,6 +283,17 @@ def _adapted(name: str, place: Path, described: Path) -> ModelSource:
             " a whole model first"
         )
     base = resolve_model(base_name)
+    if place == described:
+        trained_on = peft.base_digest(place)
+    else:
+        trained_on = store.read(place).manifest.depends.get(BASE_WEIGHTS)
+    here = trained_on is not None and not isinstance(base.tensors, Unfetched)
+    if here and digest_weights(base.path) != trained_on:
+        raise UserError(
+            f"model {name!r}: the weights of its base model {base_name!r} ({base.path}) are not"
+            " those that its adapters were trained on: something there has changed since. Put them"
+            " back"
+        )
     pairs: Callable[[], Mapping[str, peft.Pair]]
     if place == described:
         lora, found = peft.read_pairs(place, base.config, lora)

@@ -29,6 +29,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from jaxrl.errors import UserError, about, user_input
+from jaxrl.formats.opened import note_read
 from jaxrl.formats.weights import Index, gguf_parts, tensor_shapes
 from jaxrl.models.config import DecoderConfig, check_bounds, check_special_ids
 from jaxrl.models.delta import Delta
@@ -400,6 +401,8 @@ class GgufFile:
         tensor, expert = self._tensors[gguf_name(self.family, name)], _expert(name)
         shape = tuple(int(n) for n in tensor.shape[::-1])
         part = tensor.data
+        rows = slice(None) if expert is None else slice(expert, expert + 1)
+        note_read(self.file(name), tensor.name, part, rows)
         if expert is not None:
             part, shape = part[expert], shape[1:]
         if len(shape) == 2:

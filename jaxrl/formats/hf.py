@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import IO, Any
 
 import jax
@@ -26,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxrl.errors import UserError, move_aside, short
 from jaxrl.formats import weights
+from jaxrl.formats.opened import note_read
 from jaxrl.models.bert import of_file, read_json
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.parameters import Params
@@ -158,9 +160,13 @@ class SafetensorsFolder:
     def read(self, name: str, index: weights.Index) -> np.ndarray:
         if self._is_packed(name):
             blocks, scales = (_mapped(part, np.dtype(np.uint8)) for part in self._packed(name))
+            note_read(self.file(name), f"{name}{MXFP4_BLOCKS}", blocks, index[0])
+            note_read(self.file(name), f"{name}{MXFP4_SCALES}", scales, index[0])
             return read_mxfp4(blocks, scales, index)
         entry = self._entries[name]
-        return _mapped(entry, STORED[entry.stored])[index]
+        tensor = _mapped(entry, STORED[entry.stored])
+        note_read(entry.file, name, tensor, index[0] if index else slice(None))
+        return tensor[index]
 
     def _is_packed(self, name: str) -> bool:
         return name not in self._entries and f"{name}{MXFP4_BLOCKS}" in self._entries
@@ -449,13 +455,17 @@ def safetensors_header(
 
 
 def write_safetensors(
-    file: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray], dtype: str
+    file: Path,
+    shapes: dict[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    dtype: str,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Writes the header from the shapes alone, then one tensor after the other."""
     stored, name_of = STORED[WRITTEN[dtype]], WRITTEN[dtype]
     tensors = ((n, name_of, s, math.prod(s) * stored.itemsize) for n, s in shapes.items())
     with file.open("wb") as stream:
-        stream.write(safetensors_header(tensors, {"__metadata__": {"format": "pt"}}))
+        stream.write(safetensors_header(tensors, {"__metadata__": {"format": "pt", **metadata}}))
         for name, shape in shapes.items():
             value = read(name)
             assert value.shape == shape, (name, value.shape, shape)
@@ -669,8 +679,11 @@ class TorchBinFolder:
         file, tensor = self._tensors[name]
         try:
             if tensor.dtype == torch.bfloat16:  # which numpy does not know
-                return tensor.view(torch.int16).numpy()[index].view(ml_dtypes.bfloat16)
-            return tensor.numpy()[index]
+                whole = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            else:
+                whole = tensor.numpy()
+            note_read(file, name, np.ascontiguousarray(whole), index[0] if index else slice(None))
+            return whole[index]
         except TypeError as error:
             raise UserError(
                 f"{file}: tensor {short(name)} is stored as {tensor.dtype}, which is not read"

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl.errors import UserError
+
+PIECE_BYTES = 1 << 24
+"""Of a tensor, each so many bytes in the order of its file have a checksum: the same ones, however
+its devices slice it."""
+THREADS = 2
+
+Checksums = Mapping[str, Mapping[str, int]]
+"""File -> piece of a tensor in it -> CRC-32."""
 
 
 def has_changed(file: str | os.PathLike[str], why: object = "") -> UserError:
@@ -47,3 +62,65 @@ class OpenedFile:
                 if self._read(self.path) != self.digest:
                     raise has_changed(self.path, place)
                 self._signature = now
+
+
+class WeightsRead:
+    """Checksums of the weights that a role reads, computed in threads of their own meanwhile."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[tuple[str, str], Future[int]] = {}
+        """By file, and piece of a tensor in it."""
+
+    def note(self, file: Path, name: str, tensor: np.ndarray, rows: slice) -> None:
+        """Takes what is being read.
+
+        Args:
+            tensor: all of it, mapped from the file.
+            rows: which of its first dim are read.
+        """
+        data = tensor.reshape(-1).view(np.uint8)
+        start, stop, _ = rows.indices(len(tensor) if tensor.ndim else 1)
+        row_bytes = data.nbytes // (len(tensor) or 1) if tensor.ndim else data.nbytes
+        for piece in range(start * row_bytes // PIECE_BYTES, -(-stop * row_bytes // PIECE_BYTES)):
+            key = str(file), f"{name} {piece}"
+            if key not in self.pieces:
+                part = data[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
+                self.pieces[key] = _threads().submit(zlib.crc32, part)
+
+    def checksums(self, before: Checksums) -> dict[str, dict[str, int]]:
+        """Returns those of all that was read, now or before.
+
+        Raises:
+            UserError: something is not what it was before.
+        """
+        found = {file: dict(pieces) for file, pieces in before.items()}
+        for (file, piece), future in self.pieces.items():
+            own, checksum = found.setdefault(file, {}), future.result()
+            if own.setdefault(piece, checksum) != checksum:
+                raise has_changed(file, f"tensor {piece.rpartition(' ')[0]}")
+        return found
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="checksums")
+
+
+_READING: ContextVar[WeightsRead | None] = ContextVar("reading", default=None)
+
+
+@contextmanager
+def reading() -> Iterator[WeightsRead]:
+    """Notes the weights that this thread reads in the block."""
+    token = _READING.set(read := WeightsRead())
+    try:
+        yield read
+    finally:
+        _READING.reset(token)
+        wait(read.pieces.values())  # else they would read on in a file that may be cut then
+
+
+def note_read(file: Path, name: str, tensor: np.ndarray, rows: slice) -> None:
+    """Notes what is read of a tensor (`WeightsRead.note`), where that is asked for."""
+    if (read := _READING.get()) is not None:
+        read.note(file, name, tensor, rows)

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
 
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, hub, weights
@@ -34,6 +35,8 @@ from jaxrl.models.parameters import Params, abstract_params, init_params, param_
 from jaxrl.sharding.mesh import is_primary
 from jaxrl.sharding.reshard import to_host
 
+BASE_DIGEST = "jaxrl_base_weights"
+"""Key of the header of the adapters' file: the digest of the base model's weights."""
 QUANTISED = "jaxrl_base_dtype"
 """Key of `adapter_config.json` that PEFT does not have."""
 CONFIG, WEIGHTS = hub.ADAPTER, hub.ADAPTER_WEIGHTS
@@ -133,6 +136,15 @@ def read_settings(folder: Path) -> tuple[Lora, str, Quantisation | None]:
         if held not in (None, *get_args(Quantisation)):
             raise UserError(f"{QUANTISED}={held!r} must be one of {get_args(Quantisation)}")
         return Lora(rank, float(alpha), tuple(named or TARGETS)), base, held
+
+
+def base_digest(folder: Path) -> str | None:
+    """Returns the digest of the weights of the base model that a folder of adapters notes, if it
+    does."""
+    with suppress(OSError, SafetensorError), safe_open(folder / WEIGHTS, "numpy") as file:
+        metadata: Mapping[str, str] = file.metadata() or {}
+        return metadata.get(BASE_DIGEST)
+    return None
 
 
 def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, dict[str, Pair]]:
@@ -249,6 +261,7 @@ def save(
     base: str,
     adapters: Params,
     tokenizer_from: hf.TokenizerFrom | None = None,
+    base_digest: str | None = None,
 ) -> Path:
     """Writes a folder that PEFT loads; one that stands there is replaced, in one rename.
 
@@ -258,11 +271,12 @@ def save(
         model: with its adapters.
         base: name of the model that they belong to.
         adapters: stacked, on any mesh.
+        base_digest: of that model's weights, to be noted.
     """
     first = jax.tree.leaves(adapters)[0]
     held = jax.tree.map(to_host, adapters)
     if is_primary(first.sharding.device_set):
-        write(folder, model, base, pairs_of(model, held), tokenizer_from)
+        write(folder, model, base, pairs_of(model, held), tokenizer_from, base_digest)
     return Path(folder).resolve()
 
 
@@ -272,6 +286,7 @@ def write(
     base: str,
     pairs: Mapping[str, Pair],
     tokenizer_from: hf.TokenizerFrom | None = None,
+    base_digest: str | None = None,
 ) -> Path:
     """Does what `save` does, for pairs."""
     tensors, within = {}, _within(base)
@@ -282,7 +297,8 @@ def write(
     with hf.replaced_folder(folder) as partial:
         describe(partial, model, base, within)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        hf.write_safetensors(partial / WEIGHTS, shapes, tensors.__getitem__, "float32")
+        noted = {} if base_digest is None else {BASE_DIGEST: base_digest}
+        hf.write_safetensors(partial / WEIGHTS, shapes, tensors.__getitem__, "float32", noted)
         if tokenizer_from is not None:
             hf.save_tokenizer(tokenizer_from, partial)
     return Path(folder).resolve()

@@ -108,6 +108,7 @@ class Actor:
         teacher: Receiver | None = None,
         base: Params | None = None,
         base_name: str = "",
+        base_digest: str | None = None,
     ):
         """
         Args:
@@ -121,6 +122,7 @@ class Actor:
             teacher: how a teacher that follows the policy takes its weights.
             base: frozen base weights of adapters, stacked on `mesh`; None where all are trained.
             base_name: name of the model that these are of.
+            base_digest: of the weights of that model.
         """
         self.config, self.model, self.mesh = config, model, mesh
         self._devices = row_devices(mesh)
@@ -128,7 +130,7 @@ class Actor:
         method = method_of(config)
         self._prepare, self._finish = method.prepare(config), method.finish
         self._frozen, self._run_dir = frozen, run_dir
-        self._base, self._base_name = base or {}, base_name
+        self._base, self._base_name, self._base_digest = base or {}, base_name, base_digest
         self._rollout_shardings, self._teacher = rollout_shardings, teacher
         self._skipped_in_a_row = 0
         self._savings: dict[int, Saving] = {}
@@ -375,7 +377,8 @@ class Actor:
         with phase("export the policy"):
             try:
                 if self.model.lora is not None:
-                    peft.save(folder, self.model, self._base_name, params, tokenizer_from)
+                    about = self._base_name, params, tokenizer_from, self._base_digest
+                    peft.save(folder, self.model, *about)
                 else:
                     save_hf(folder, self.model, params, dtype=dtype, tokenizer_from=tokenizer_from)
             except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -16,7 +17,13 @@ import cloudpickle
 
 from jaxrl.algorithms.methods import configured_correction, method_of, objective_notes, on_policy
 from jaxrl.algorithms.signals import prompt_weights, row_weights
-from jaxrl.checkpoint.fingerprint import changes, digest_file, digest_model
+from jaxrl.checkpoint.fingerprint import (
+    BASE_WEIGHTS,
+    changes,
+    digest_file,
+    digest_model,
+    digest_weights,
+)
 from jaxrl.checkpoint.model_source import ModelSource, resolve_model, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
@@ -75,6 +82,7 @@ from jaxrl.types import Completion, Prompt
 
 EPISODES = "turn_tokens", "max_turns", "weight", "credit", "discount"
 """Keys of `environment` that say what an episode is and what it teaches."""
+SESSION = uuid.uuid4().hex
 FIRST_ROWS = 16
 """Rows that are read where the prompts cannot be tokenized."""
 
@@ -482,6 +490,8 @@ class Setup:
     """The checkpoint that the actor resumes from."""
     opened: Mapping[str, str] = field(default_factory=dict)
     """What the run depends on -> its digest when it began (`dependencies`)."""
+    session: str = field(default_factory=lambda: SESSION)
+    """The same in all workers of a run from its start to its end, and no other's."""
     first_prompts: Mapping[Split, Sequence[Prompt]] = field(default_factory=dict)
     """Those that the rollout samples first, in their order."""
 
@@ -871,6 +881,9 @@ def _inputs(setup: Setup) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
         key = "student.model"
         yield key, partial(model, key, config.student.model, student, weights)
     yield "student.model", partial(base, setup.student)
+    if config.trains_adapters:
+        under = digest_weights(setup.student.base_path)
+        yield "student.model", partial(dict[str, str], {BASE_WEIGHTS: under})
     for name, teacher in teachers.items():
         key = config.teacher_key(name)
         yield key, partial(model, key, config.teacher_models[name], teacher.path)

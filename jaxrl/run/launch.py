@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -26,18 +28,22 @@ from jaxrl.algorithms.protocols import (
     protocols,
 )
 from jaxrl.algorithms.signals import Projection
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.fingerprint import BASE_WEIGHTS
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.data.prompt_encoder import with_feedback
 from jaxrl.data.token_alignment import TeacherSamples
 from jaxrl.formats import hub
+from jaxrl.formats.opened import Checksums, reading
 from jaxrl.models.kernels import Use, target_of, try_kernels
 from jaxrl.models.lora import frozen_and_trained
 from jaxrl.models.parameters import Layout, Params, head_sharding, param_shardings
 from jaxrl.plan.table import Plan
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
+from jaxrl.process.json_types import parse_json, read_file
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.xla_flags import worker_environment
 from jaxrl.roles.actor import SENT_TO_TEACHER, Actor, Receiver
@@ -70,6 +76,8 @@ Log = Callable[[str], None]
 NOT_REHEARSED = ("cpu",)
 """Platforms whose rollout rehearses nothing while the weights are read: its launches take the cores
 that read them, and the first step came 4 to 7% later (benchmarks/RESULTS.md)."""
+OPENED = "opened"
+"""Folder in a run directory: of each worker's weights, file -> piece of a tensor -> CRC-32."""
 STOP_S = 10.0
 """Longest wait for the workers at the end of a run."""
 
@@ -220,6 +228,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         teacher=follower,
         base=base,
         base_name=student.base_name,
+        base_digest=setup.opened.get(BASE_WEIGHTS),
     )
     verify_arrays("actor", (actor.state, frozen, base), mesh)
     return actor
@@ -398,9 +407,29 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
 
 
 def make_role(role: str, setup: Setup, meshes: Mapping[str, Mesh]) -> object:
-    """Makes a role of what the run began with, also in a worker that is started again."""
+    """Makes a role of what the run began with, also in a worker that is started again.
+
+    The record in the run directory has the checksums of the weights that were read. It counts for
+    workers of this run that are started again, and for a run that resumes, unless that may have
+    other weights.
+    """
     check_inputs(setup, role)
-    return MAKERS[role](setup, meshes)
+    file = setup.run_dir / OPENED / f"{role}-{jax.process_index()}.json"
+    before: Checksums = {}
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        noted = parse_json(read_file(file))
+        resumes = setup.restore is not None and not setup.config.resume_changed
+        if resumes or noted["session"] == setup.session:
+            before = {name: dict(pieces) for name, pieces in noted["weights"].items()}
+    with reading() as read:
+        made = MAKERS[role](setup, meshes)
+    weights = read.checksums(before)
+    if weights:
+        text = json.dumps({"session": setup.session, "weights": weights}, indent=0)
+        with suppress(OSError):  # a full disk: a worker that is started again is not compared
+            file.parent.mkdir(parents=True, exist_ok=True)
+            store.put_file(file, lambda path: path.write_text(text, encoding="utf-8"))
+    return made
 
 
 def _sampler(

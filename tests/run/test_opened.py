@@ -8,18 +8,27 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pandas
 import pytest
+from runs import save_model
+from safetensors.numpy import save_file
 
 import jaxrl
+from jaxrl import export
+from jaxrl.checkpoint.fingerprint import digest_weights
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.source import open_source
 from jaxrl.errors import UserError
-from jaxrl.formats.hf import TokenizerFiles
+from jaxrl.formats import opened, peft
+from jaxrl.formats.hf import SafetensorsFolder, TokenizerFiles
+from jaxrl.models.lora import Lora
 from jaxrl.process.plugin import code_files
-from jaxrl.run import attempt
+from jaxrl.run import attempt, launch
 from jaxrl.run.job import check_inputs, dependencies, make_job
 
 ROWS = [{"prompt": f"question {i}", "completion": "a"} for i in range(9)]
@@ -153,3 +162,85 @@ def test_workers_and_saves_have_what_the_run_began_with(tmp_path: Path) -> None:
     attempt._describe_policy(job, tmp_path / "saved")
     for name, contents in kept.items():
         assert (tmp_path / "saved" / name).read_bytes() == contents
+
+
+def test_weights_that_a_worker_reads_again_are_those_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any byte of what was read, however it is sliced; a resumed run too, unless that may have
+    others."""
+    monkeypatch.setattr(opened, "PIECE_BYTES", 64)
+    monkeypatch.setattr(launch, "check_inputs", lambda *_: None)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    file = folder / "model.safetensors"
+    random = np.random.default_rng(0)
+    tensors = {"a": random.normal(size=(12, 10)), "b": random.normal(size=7), "c": np.ones(())}
+    save_file({name: x.astype(np.float32) for name, x in tensors.items()}, file)
+    whole = file.read_bytes()
+    boxes: dict[str, list[tuple[str, tuple[slice, ...]]]] = {
+        "whole": [("a", (slice(0, 12), slice(0, 10))), ("b", (slice(0, 7),)), ("c", ())],
+        "columns": [("a", (slice(0, 12), slice(i, i + 5))) for i in (0, 5)],
+        "rows": [("a", (slice(4, 8), slice(0, 10)))],
+    }
+
+    def make(how: str, session: str, resumes: bool = False, allowed: bool = False) -> None:
+        def maker(*_: object) -> None:
+            source = SafetensorsFolder(folder)
+            for name, box in boxes[how]:
+                source.read(name, box)
+
+        monkeypatch.setitem(launch.MAKERS, "actor", maker)
+        setup = SimpleNamespace(
+            run_dir=tmp_path / "run",
+            session=session,
+            restore=tmp_path if resumes else None,
+            config=SimpleNamespace(resume_changed=allowed),
+        )
+        launch.make_role("actor", setup, {})  # type: ignore[arg-type]
+
+    make("whole", "first")
+    noted = json.loads((tmp_path / "run" / "opened" / "actor-0.json").read_text())["weights"]
+    assert len(noted[str(file)]) == 8 + 1 + 1
+    start = len(whole) - 4 * (120 + 7 + 1)
+    for at in range(start, len(whole), 29):
+        changed = bytearray(whole)
+        changed[at] ^= 1
+        file.write_bytes(changed)
+        for session, resumes in (("first", False), ("second", True)):
+            with pytest.raises(UserError, match=r"model\.safetensors has changed since .*tensor"):
+                make("whole", session, resumes)
+    for how in ("columns", "rows", "whole"):  # another mesh
+        file.write_bytes(whole)
+        make(how, "second", resumes=True)
+    changed = bytearray(whole)
+    changed[start + 4 * 45] ^= 1  # in the rows
+    file.write_bytes(changed)
+    for how in ("columns", "rows"):
+        with pytest.raises(UserError, match="tensor a"):
+            make(how, "second")
+    make("whole", "third")  # a run that starts over
+    file.write_bytes(whole)
+    make("whole", "fourth", resumes=True, allowed=True)
+
+
+def test_adapters_are_applied_to_the_weights_that_they_were_trained_on(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", 32, 1, seed=0)
+    student = resolve_model(base).with_lora(Lora(2, 4.0, ("q_proj",)))
+    adapters = student.load_adapters(None, np.float32, 0)
+    digest = digest_weights(student.base_path)
+    final = tmp_path / "final"
+    peft.save(final, student.config, student.base_name, adapters, None, digest)
+    resolve_model(final)
+    (tmp_path / "base" / "tokenizer_config.json").write_text("{}")  # has no part in it
+    resolve_model(final)
+    export(final, tmp_path / "again", adapters=True)
+    save_model(tmp_path / "base", 32, 1, seed=1)
+    for place in (final, tmp_path / "again"):
+        with pytest.raises(UserError, match=r"base.* has changed since"):
+            resolve_model(place)
+    save_model(tmp_path / "base", 32, 1, seed=0)
+    resolve_model(final)
+    peft.save(final, student.config, student.base_name, adapters)  # as an older jaxrl did
+    save_model(tmp_path / "base", 32, 1, seed=1)
+    resolve_model(final)
