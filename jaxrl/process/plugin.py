@@ -6,6 +6,7 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import os
 import pickle
 import pickletools
 import sys
@@ -164,7 +165,9 @@ def _files_of(parts: Sequence[str], beside: Sequence[str] = (), own: bool = True
     there, and, with `own`, the user's."""
     spec = None
     with suppress(ImportError, ValueError, AttributeError):
-        spec = importlib.util.find_spec(parts[0]) or PathFinder.find_spec(parts[0], [*beside])
+        spec = importlib.util.find_spec(parts[0]) or PathFinder.find_spec(
+            parts[0], [*beside, os.getcwd()]
+        )
     if spec is None:
         return []
     files = [Path(spec.origin)] if spec.has_location and spec.origin else []

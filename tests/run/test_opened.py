@@ -106,6 +106,9 @@ def test_code_is_digested_with_all_that_it_imports_of_the_user_s(
     run = {str(tmp_path / name) for name in files if "unrelated" not in name}
     by_file = code_files(str(tmp_path / "rew.py"))
     assert {path for path, _ in by_file} == run and by_file[0][0].endswith("rew.py")
+    monkeypatch.chdir(tmp_path)  # where modules are found last
+    assert code_files("rew") == by_file
+    monkeypatch.chdir("/")
     monkeypatch.syspath_prepend(tmp_path)
     assert code_files("rew") == by_file
     assert code_files("pack.inner.deep")[0][0].endswith("deep.py")
