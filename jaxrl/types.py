@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import jax
 import numpy as np
@@ -268,6 +268,54 @@ class TokenAlignment:
 
 
 @dataclass(frozen=True)
+class SampleCounts:
+    """Sums over completions that were sampled."""
+
+    prompts: int = 0
+    completions: int = 0
+    tokens: int = 0
+    """Of the completions, EOS included; of episodes, those of their environment too."""
+    generated: int = 0
+    """Tokens that the model wrote."""
+    truncated: int = 0
+    """Completions cut by a limit."""
+    turns: int = 0
+    """The model's, in episodes."""
+    failures: int = 0
+    """Episodes whose environment failed; those that were too late are counted in `timeouts`."""
+    timeouts: int = 0
+    failure: str | None = None
+    """The first one's."""
+    unscored_groups: int = 0
+    """Prompts without a reward, where dynamic sampling replaced them."""
+    degenerate_groups: int = 0
+    """Likewise prompts with rewards, but no advantage other than 0."""
+
+    @classmethod
+    def of(cls, prompts: int, completions: Sequence[Completion], **groups: int) -> Self:
+        """Counts the completions of so many prompts."""
+        failures = [c.failure for c in completions if c.failure is not None]
+        late = sum(failure.startswith("timeout") for failure in failures)
+        return cls(
+            prompts,
+            len(completions),
+            sum(len(c.tokens) for c in completions),
+            sum(int(c.sampled.sum()) for c in completions),
+            sum(c.finish_reason == "length" for c in completions),
+            sum(turn.role == "assistant" for c in completions for turn in c.turns),
+            len(failures) - late,
+            late,
+            next(iter(failures), None),
+            **groups,
+        )
+
+    def __add__(self, other: SampleCounts) -> SampleCounts:
+        fields = ((n, x, getattr(other, n)) for n, x in vars(self).items() if n != "failure")
+        total = {name: mine + theirs for name, mine, theirs in fields}
+        return SampleCounts(**total, failure=self.failure or other.failure)
+
+
+@dataclass(frozen=True)
 class Rollout:
     """A batch of completions under one set of weights, on the host."""
 
@@ -297,6 +345,8 @@ class Rollout:
     """Seconds in which sampling waited for environments alone."""
     notes: tuple[str, ...] = ()
     """Messages for the user about the environments, or the teacher's samples."""
+    replaced: SampleCounts = SampleCounts()
+    """What was sampled for this batch and is not in it (`policy.dynamic_sampling=refill`)."""
     student_topk: Array = None
     """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal.
     """

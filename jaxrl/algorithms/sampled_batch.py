@@ -37,7 +37,7 @@ from jaxrl.rewards.batch_rewards import (
 )
 from jaxrl.runtime.worker import Future, done_future
 from jaxrl.sharding.reshard import join_parts
-from jaxrl.types import Embedded, Prepare, RoleScores, Rollout, TrainBatch
+from jaxrl.types import Embedded, Prepare, RoleScores, Rollout, SampleCounts, TrainBatch
 
 Penalties = dict[str, tuple[float, np.ndarray]]
 """Name -> (weight, [B] before the weight): what is added to the task reward."""
@@ -73,13 +73,26 @@ def prepare_rewarded(config: Config) -> Prepare:
         selection = select_groups(report.task, advantages, rollout.group_ids)
         if penalties:
             selection = selected(config, rollout, report, embedded)
-        metrics |= reported | {f"policy/{name}": float(n) for name, n in selection.dropped.items()}
-        keep = np.ones(len(rewards), bool)
+        metrics |= reported
+        for name, n in selection.dropped.items():
+            metrics[f"policy/{name}"] = float(n + getattr(rollout.replaced, name))
+        real = rollout.group_ids >= 0
+        teaches = np.ones(len(real), bool)
         if config.dynamic_sampling != "off":
-            keep = selection.keep
+            teaches = selection.keep
+        cut = np.zeros(len(real), bool)
         if config.reward.truncated == "mask":
-            cut = [completion.finish_reason == "length" for completion in rollout.completions]
-            keep[: len(cut)] &= ~np.asarray(cut)
+            reasons = [completion.finish_reason for completion in rollout.completions]
+            cut[: len(reasons)] = np.array(reasons) == "length"
+        keep = teaches & ~cut
+        tokens = np.asarray(rollout.sequences.loss_mask).sum(-1)
+        metrics["completions/trained"] = float((real & keep).sum())
+        metrics["completions/replaced"] = float(rollout.replaced.completions)
+        metrics["tokens/replaced"] = float(rollout.replaced.generated)
+        for name, rows in (("dropped", real & ~teaches), ("masked", real & teaches & cut)):
+            metrics[f"completions/{name}"] = float(rows.sum())
+            learned = config.distill_weight != 0  # by the divergence
+            metrics[f"tokens/{name}"] = 0.0 if learned else float(tokens[rows].sum())
         trained = rewards[keep & np.isfinite(rewards)]
         if len(trained):
             metrics["reward/trained_mean"] = float(trained.mean())
@@ -224,6 +237,13 @@ class _Group:
     report: RewardReport
     rows: np.ndarray
     """[G] of the rollout."""
+    teaches: bool
+    """Whether it has an advantage other than 0, penalties left out."""
+
+    @property
+    def scored(self) -> bool:
+        """Returns whether any of its completions has a reward."""
+        return not np.isnan(self.report.task[self.rows]).all()
 
 
 def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[RewardReport]]:
@@ -251,7 +271,8 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
         times.append((sampling.times, judging.times))
         if len(kept) >= config.batch_size:
             break
-    groups = (kept + spare)[: config.batch_size]
+    sampled = kept + spare
+    groups, others = sampled[: config.batch_size], sampled[config.batch_size :]
     batch = make_rollout(
         [group.rollout.prompts[group.rows[0]] for group in groups],
         [[group.rollout.completions[row] for row in group.rows] for group in groups],
@@ -270,14 +291,19 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
         sent_back=sum(rollout.sent_back for rollout in rollouts),
         waited_s=sum(rollout.waited_s for rollout in rollouts),
         notes=tuple(note for rollout in rollouts for note in rollout.notes),
+        replaced=SampleCounts.of(
+            len(others),
+            [group.rollout.completions[row] for group in others for row in group.rows],
+            unscored_groups=sum(not group.scored for group in others),
+            degenerate_groups=sum(group.scored and not group.teaches for group in others),
+        ),
         student_topk=student_topk,
     )
     # Of all that was sampled, including what was replaced; failures and seconds are added up.
-    sampled = kept + spare
     metrics = reward_stats(_joined(sampled, lambda report: report.rewards), _each_reward(sampled))
     added = [name for name in reports[0].metrics if name not in metrics]
     metrics |= {name: sum(report.metrics[name] for report in reports) for name in added}
-    metrics |= {"policy/refills": len(reports) - 1.0, "policy/prompts_replaced": float(len(spare))}
+    metrics |= {"policy/refills": len(reports) - 1.0, "policy/prompts_replaced": float(len(others))}
     b = len(batch.group_ids)
     merged = RewardReport(
         _padded(_joined(groups, lambda report: report.rewards), b, np.nan),
@@ -302,7 +328,8 @@ def _groups(
     ids = rollout.group_ids[: len(rollout.completions)]
     for group in dict.fromkeys(ids.tolist()):
         rows = np.flatnonzero(ids == group)
-        sides[0 if keep[rows].any() else 1].append(_Group(rollout, report, rows))
+        teaches = bool(keep[rows].any())
+        sides[0 if teaches else 1].append(_Group(rollout, report, rows, teaches))
     return sides
 
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 
 from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
-from jaxrl.data.stream import PromptStream
+from jaxrl.data.stream import REFILL_OFFSET, PromptStream
 from jaxrl.plan.table import Plan
 from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.process.streams import table_lines
@@ -141,7 +141,7 @@ def stage_rows(
     seconds: Mapping[Stage, float],
     work: Mapping[Stage, Sequence[Work]],
     moved: Mapping[Stage, float],
-    tokens: float,
+    tokens: Mapping[str, float],
     pool_of: Mapping[str, str],
     devices: Mapping[str, int],
     ceilings: Mapping[str, Ceilings],
@@ -150,7 +150,7 @@ def stage_rows(
 
     Args:
         seconds, work, moved: of each stage, a step.
-        tokens: completion tokens of a step.
+        tokens: completion tokens of a step, as each role has them.
         pool_of, devices: of each role.
         ceilings: pool -> what one of its devices reaches.
     """
@@ -161,7 +161,7 @@ def stage_rows(
         if stage in work:
             flops = sum(part.flops for part in work[stage])
             nbytes = sum(part.bytes for part in work[stage])
-            row = replace(row, tokens_per_second=tokens / took, flops=flops, bytes=nbytes)
+            row = replace(row, tokens_per_second=tokens[role] / took, flops=flops, bytes=nbytes)
             if (ceiling := ceilings.get(pool)) is not None and devices[role]:
                 n = 1 if ceiling.shared else devices[role]
                 compute = flops / (took * n * ceiling.flops)
@@ -259,12 +259,19 @@ class Profile:
         ceilings = known if first is None else dict.fromkeys(ended, first) | known
         batches = []
         for row in rows:
-            batch = self.prompts.batch(row["step"] - 1)
-            prompts = tuple(len(prompt.tokens) for prompt in batch)
-            theirs = tuple(len(prompt.teacher_tokens or prompt.tokens) for prompt in batch)
-            mean = row["rollout/completion_tokens_mean"]
-            samples = max(round(row["actor/tokens"] / mean / len(prompts)), 1)
-            batches.append(StepBatch(prompts, samples, mean, row["rollout/decode_steps"], theirs))
+            attempts = range(int(row.get("policy/refills", 0)) + 1)
+            given = [self.prompts.batch(row["step"] - 1 + i * REFILL_OFFSET) for i in attempts]
+            asked = [prompt for batch in given for prompt in batch]
+            prompts = tuple(len(prompt.tokens) for prompt in asked)
+            theirs = tuple(len(prompt.teacher_tokens or prompt.tokens) for prompt in asked)
+            mean, decoded = row["rollout/completion_tokens_mean"], row["rollout/decode_steps"]
+            kinds = ("trained", "dropped", "masked")
+            own = sum(row.get(f"completions/{kind}", 0) for kind in kinds)
+            samples = round(own / len(given[0]))
+            batches.append(StepBatch(prompts, samples, mean, decoded, theirs, len(given[0])))
+        scored = fmean(batch.scored.tokens for batch in batches)
+        tokens = dict.fromkeys(pool_of, scored)
+        tokens["rollout"] = fmean(batch.tokens for batch in batches)
 
         # Bytes a step from one pool to another, of weights and of the teacher's signal; and those
         # to the host and back for a call.
@@ -274,7 +281,7 @@ class Profile:
         sent = sum(row.get("weights/teacher_sync_bytes", 0) for row in rows)
         moved["actor", "publish_to_teacher"] = sent / n
         if "teacher" in m.axes and pool_of["teacher"] != pool_of["actor"]:
-            moved["teacher", "score"] = m.signal_bytes * fmean(row["actor/tokens"] for row in rows)
+            moved["teacher", "score"] = m.signal_bytes * scored
         for role, method, times, _ in self._calls:
             if any(begin < (times.finished or 0.0) <= end for begin, end in windows):
                 moved[role, method] += sum(move.nbytes for move in times.moves) / n
@@ -282,7 +289,7 @@ class Profile:
             stage_seconds(spans, windows, len(steps)),
             step_work(self.plan.setting, batches),
             {stage: nbytes for stage, nbytes in moved.items() if nbytes},
-            fmean(batch.tokens for batch in batches),
+            tokens,
             pool_of,
             {role: len(placement.roles[role].devices) for role in pool_of},
             ceilings,

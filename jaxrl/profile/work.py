@@ -153,11 +153,20 @@ class StepBatch:
     decode_steps: int
     teacher_prompts: tuple[int, ...] | None = None
     """Tokens of each prompt that the teacher reads; None: the same."""
+    in_batch: int | None = None
+    """Of the prompts, those that are scored and trained on; None: all that were sampled."""
 
     @property
     def tokens(self) -> float:
         """Returns the number of tokens of all completions."""
         return len(self.prompts) * self.samples * self.mean
+
+    @property
+    def scored(self) -> StepBatch:
+        """Returns the part that is scored and trained on."""
+        prompts, theirs = (x and x[: self.in_batch] for x in (self.prompts, self.teacher_prompts))
+        assert prompts is not None
+        return replace(self, prompts=prompts, teacher_prompts=theirs, in_batch=None)
 
 
 def step_work(m: Setting, batches: Sequence[StepBatch]) -> dict[Stage, list[Work]]:
@@ -195,6 +204,7 @@ def _batch_work(m: Setting, batch: StepBatch) -> dict[Stage, list[Work]]:
             forward_work(student, batch.prompts, *reads["rollout"]),
             decode_work(student, *sizes, read=fetched),
         ]
+    batch = batch.scored
     teachers = m.inputs.teachers if "teacher" in m.axes else ()
     hidden = config.distill.signal == "hidden"
     # Where each row has one of several teachers, each is counted as scoring its share of them.

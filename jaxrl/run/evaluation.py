@@ -63,7 +63,7 @@ from jaxrl.sampling.engine import EngineStats
 from jaxrl.sharding.mesh import ensure_devices, role_meshes, verify_arrays
 from jaxrl.sharding.placement import check_visible, place
 from jaxrl.telemetry.metrics import Sample, held_out_reward
-from jaxrl.types import Completion, Row
+from jaxrl.types import Completion, Row, SampleCounts
 
 Scores = Sequence[Sequence[float | None]]
 """For each prompt, the scores of its samples."""
@@ -109,28 +109,48 @@ def evaluation_row(
     by_set = [estimates(part) for part in split(sets, scores)]
     names = dict.fromkeys(name for values in by_set for name in values)
     means = {name: mean_of([v[name] for v in by_set if name in v]) for name in names}
-    each = zip(sets, by_set, split(sets, groups), split(sets, scores), strict=True)
-    named = [(f"eval/{one.name}", v, g, s) for one, v, g, s in each if one.name]
+    described = [
+        _description(*of) for of in zip(split(sets, groups), split(sets, scores), strict=True)
+    ]
+    whole = {}
+    for name in dict.fromkeys(name for own in described for name in own):
+        of_sets = [own[name] for own in described if name in own]
+        whole[name] = float(sum(of_sets) if name in COUNTS else np.mean(of_sets))
+    named = [
+        (f"eval/{one.name}", values, own)
+        for one, values, own in zip(sets, by_set, described, strict=True)
+        if one.name
+    ]
     row = {}
-    for prefix, values, samples, marks in [("eval", means, groups, scores), *named]:
+    for prefix, values, own in [("eval", means, whole), *named]:
         for name, estimate in values.items():
             row[f"{prefix}/{name}"] = estimate.value
             row[f"{prefix}/{name}_low"] = estimate.low
             row[f"{prefix}/{name}_high"] = estimate.high
-        completions = [completion for group in samples for completion in group]
-        lengths = [len(completion.tokens) for completion in completions]
-        cut = [completion.finish_reason == "length" for completion in completions]
-        row[f"{prefix}/unjudged"] = float(
-            sum(score is None for marked in marks for score in marked)
-        )
-        row[f"{prefix}/mean_completion_tokens"] = float(np.mean(lengths))
-        row[f"{prefix}/truncated_fraction"] = float(np.mean(cut))
-        if any(completion.turns for completion in completions):
-            rewards = episode_rewards(completions, 1.0)
-            if not np.isnan(rewards).all():
-                row[f"{prefix}/environment_reward"] = float(np.nanmean(rewards))
-            failed = sum(completion.failure is not None for completion in completions)
-            row[f"{prefix}/environment_failures"] = float(failed)
+        row |= {f"{prefix}/{name}": value for name, value in own.items()}
+    return row
+
+
+COUNTS = ("unjudged", "environment_failures")
+"""Of several sets the sum is told of these, of all else the mean over the sets."""
+
+
+def _description(
+    groups: Sequence[Sequence[Completion]], scores: Sequence[Sequence[float | None]]
+) -> dict[str, float]:
+    """Returns what a row has of the completions of one set, beside how well they were judged."""
+    counts = SampleCounts.of(len(groups), [one for group in groups for one in group])
+    n = counts.completions
+    row = {
+        "unjudged": float(sum(score is None for marked in scores for score in marked)),
+        "mean_completion_tokens": counts.tokens / n,
+        "truncated_fraction": counts.truncated / n,
+    }
+    if counts.turns:
+        rewards = episode_rewards([one for group in groups for one in group], 1.0)
+        if not np.isnan(rewards).all():
+            row["environment_reward"] = float(np.nanmean(rewards))
+        row["environment_failures"] = float(counts.failures + counts.timeouts)
     return row
 
 

@@ -31,7 +31,7 @@ from jaxrl.telemetry.lines import RunLog
 from jaxrl.telemetry.metrics import JsonLines, MetricsWriter, Sample, write_samples
 from jaxrl.telemetry.timeline import Timeline
 from jaxrl.telemetry.trackers import Trackers
-from jaxrl.types import Rollout, Row, Trained
+from jaxrl.types import Rollout, Row, SampleCounts, Trained
 
 SCORED = {"teacher": "score", "reference": "reference", "reward": "reward", "grouper": "embed"}
 """Role -> the name of its time in a row."""
@@ -241,15 +241,18 @@ class Reporter:
                 self.run.step_error = error
 
     def _batch(self, rollout: Rollout, sampled: bool, futures: Futures) -> dict[str, float]:
-        """Computes the metrics of sampling and scoring, with the times of the calls; where nothing
-        is sampled, the data has the completions."""
-        lengths = [len(completion.tokens) for completion in rollout.completions]
-        cut = [completion.finish_reason == "length" for completion in rollout.completions]
+        """Computes the metrics of sampling, also of what is not in the batch, and of scoring, with
+        the times of the calls; where nothing is sampled, the data has the completions."""
+        prompts = len(np.unique(rollout.group_ids[rollout.group_ids >= 0]))
+        counts = SampleCounts.of(prompts, rollout.completions) + rollout.replaced
+        n = counts.completions
         row = {
             "policy_version": float(rollout.policy_version),
-            "rollout/completion_tokens_mean": float(np.mean(lengths)),
-            "rollout/truncated_fraction": float(np.mean(cut)),
-            "tokens/generated": float(sum(c.sampled.sum() for c in rollout.completions if sampled)),
+            "completions/sampled": float(n * sampled),
+            "completions/trained": float(len(rollout.completions)),  # unless rewards leave some out
+            "rollout/completion_tokens_mean": counts.tokens / n,
+            "rollout/truncated_fraction": counts.truncated / n,
+            "tokens/generated": float(counts.generated * sampled),
             "rollout/decode_steps": float(rollout.decode_steps),
             "time/rollout_s": futures["rollout"].times.seconds,
             "time/update_s": futures["update"].times.seconds,
@@ -259,22 +262,17 @@ class Reporter:
         for note in rollout.notes:
             self._notify(note)
         if self.job.config.environment.name is not None and sampled:
-            episodes = rollout.completions
-            failures = [e.failure for e in episodes if e.failure is not None]
-            late = sum(failure.startswith("timeout") for failure in failures)
-            turns = [sum(turn.role == "assistant" for turn in e.turns) for e in episodes]
-            answers = [float((~episode.sampled).sum()) for episode in episodes]
             row |= {
-                "environment/turns_mean": float(np.mean(turns)),
-                "environment/answer_tokens_mean": float(np.mean(answers)),
-                "environment/failures": float(len(failures) - late),
-                "environment/timeouts": float(late),
+                "environment/turns_mean": counts.turns / n,
+                "environment/answer_tokens_mean": (counts.tokens - counts.generated) / n,
+                "environment/failures": float(counts.failures),
+                "environment/timeouts": float(counts.timeouts),
                 "time/environment_s": rollout.waited_s,
             }
-            if failures:
+            if counts.failure is not None:
                 self._notify(
-                    f"environment: {len(failures)} of {len(episodes)} episodes failed and have no"
-                    f" reward; the first, {failures[0]}"
+                    f"environment: {counts.failures + counts.timeouts} of {n} episodes failed and"
+                    f" have no reward; the first, {counts.failure}"
                 )
         for role, name in SCORED.items():
             parts = [future for key, future in futures.items() if _scored_by(key) == role]

@@ -125,6 +125,21 @@ METRICS: dict[str, Metric] = {
     "distill/entropy_gate": Metric("fraction", "tokens where the entropy-aware term acts"),
     "reward/mean": Metric("reward", "mean weighted reward of sampled completions that have one"),
     "reward/std": Metric("reward", "standard deviation of the same rewards"),
+    "completions/sampled": Metric(
+        "completions", "sampled for this batch, also those that are not in it; 0 where data are"
+    ),
+    "completions/trained": Metric(
+        "completions", "that the loss learns; with rewards, the policy loss"
+    ),
+    "completions/replaced": Metric(
+        "completions", "of `policy/prompts_replaced`: sampled for the batch, but not in it"
+    ),
+    "completions/dropped": Metric(
+        "completions", "in the batch, of prompts that teach nothing; left out by dynamic sampling"
+    ),
+    "completions/masked": Metric(
+        "completions", "of the others in the batch, left out by `reward.truncated=mask`"
+    ),
     "reward/trained_mean": Metric(
         "reward",
         "mean over the completions in the policy loss (without those that dynamic sampling and"
@@ -174,13 +189,16 @@ METRICS: dict[str, Metric] = {
     "policy/correction_dropped": Metric("fraction", "tokens that the correction leaves out"),
     "policy/degenerate_groups": Metric(
         "prompts",
-        "prompts with a reward in which every advantage is 0, penalties left out",
+        "sampled prompts with a reward in which every advantage is 0, penalties left out",
     ),
     "policy/refills": Metric("times", "times that more prompts were sampled for the batch"),
-    "policy/prompts_replaced": Metric("prompts", "sampled prompts that dynamic sampling left out"),
+    "policy/prompts_replaced": Metric(
+        "prompts", "sampled prompts that are not in the batch: those sampled are batch_size more"
+    ),
     "policy/unscored_groups": Metric(
         "prompts",
-        "prompts without any rewarded completion: none could be judged, or a function failed",
+        "sampled prompts without any rewarded completion: none could be judged, or a function"
+        " failed",
     ),
     "similarity/groups_per_prompt": Metric("groups", "mean number of clusters of a prompt"),
     "similarity/singleton_fraction": Metric("fraction", "completions alone in their cluster"),
@@ -200,10 +218,13 @@ METRICS: dict[str, Metric] = {
         "completions", "completions whose feedback or text was too long for the teacher's prompt"
     ),
     "reference/padding": Metric("fraction", "padding among the tokens that the reference computes"),
-    "rollout/completion_tokens_mean": Metric("tokens", "mean length of a completion, EOS included"),
+    "rollout/completion_tokens_mean": Metric(
+        "tokens", "mean length of a sampled completion, EOS and environments' answers included"
+    ),
     "rollout/truncated_fraction": Metric(
         "fraction",
-        "completions cut at max_new_tokens; episodes also at environment.max_turns or turn_tokens",
+        "sampled completions cut at max_new_tokens; episodes also at environment.max_turns or"
+        " turn_tokens",
     ),
     "environment/turns_mean": Metric("turns", "the policy's turns in an episode"),
     "environment/answer_tokens_mean": Metric(
@@ -223,7 +244,15 @@ METRICS: dict[str, Metric] = {
         "preemptions of completions because rollout.cache_tokens was used up; their tokens are"
         " prefilled again later. If there are many, raise it, or lower rollout.slots",
     ),
-    "tokens/generated": Metric("tokens", "completion tokens sampled for this batch"),
+    "tokens/generated": Metric(
+        "tokens", "completion tokens sampled for this batch, without those of environments"
+    ),
+    "tokens/replaced": Metric("tokens", "of `tokens/generated`, in `completions/replaced`"),
+    "tokens/dropped": Metric(
+        "tokens",
+        "of `tokens/generated`, in `completions/dropped`; 0 where a divergence learns these",
+    ),
+    "tokens/masked": Metric("tokens", "likewise in `completions/masked`"),
     "tokens/per_second": Metric("tokens/s", "actor/tokens over time/step_s"),
     "time/step_s": Metric("s", "from the end of the previous update to the end of this one"),
     "time/environment_s": Metric("s", "part of rollout_s in which all slots waited for answers"),
@@ -245,7 +274,7 @@ METRICS: dict[str, Metric] = {
     "time/checkpoint_s": Metric("s", "writing the newest checkpoint, in parallel with training"),
     "checkpoint/step": Metric("batches", "step of the newest finished checkpoint"),
     "checkpoint/bytes": Metric("bytes", "size of the newest finished checkpoint"),
-    **_evaluation("eval", "the held-out prompts"),
+    **_evaluation("eval", "the held-out prompts (of several sets the mean, of counts the sum)"),
     **_evaluation("eval/{set}", "the held-out set of that name, where `data.eval` names several"),
     "teacher/accuracy": Metric("fraction", "the teacher's accuracy on the same prompts, step 0"),
     "offload/to_host_bytes": Metric("bytes", "bytes moved to pinned host memory during the step"),
@@ -513,6 +542,16 @@ def markdown() -> str:
         "A row has the names that its step measured. `null` is a value that was not finite.",
         "`{role}` is a role of the run, `{set}` a name in `data.eval`, `{k}` a number of samples:",
         "the powers of two up to `eval.samples`, and `eval.samples` itself.",
+        "",
+        "What is sampled for a batch may not all be in it (`policy.dynamic_sampling=refill`), and",
+        "the loss may leave out a part of the batch. `rollout/`, `environment/`, `reward/`,",
+        "`policy/..._groups` and `tokens/generated` are of everything that was sampled;",
+        "`reward/kl`, `reward/trained_mean`, `similarity/`, `distill/`, `actor/` and the rest of",
+        "`policy/` are of the batch. With rewards, what was sampled is trained on or left out for",
+        "one of three reasons:",
+        "",
+        "    completions/sampled = trained + replaced + dropped + masked   (all of completions/)",
+        "    tokens/generated = actor/tokens + replaced + dropped + masked (all of tokens/)",
         "",
         "| name | unit | meaning |",
         "|---|---|---|",

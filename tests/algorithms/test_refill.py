@@ -14,7 +14,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.runtime.worker import done_future
-from jaxrl.types import Completion, Prompt
+from jaxrl.types import Completion, Prompt, SampleCounts
 
 NONE = np.nan
 
@@ -104,8 +104,9 @@ def test_what_teaches_nothing_is_replaced_and_yet_counts_in_the_mean():
         "reward/f/failures": 1,
         "time/reward_s": 1.5,
         "policy/refills": 2,
-        "policy/prompts_replaced": 3,
+        "policy/prompts_replaced": 4,
     }
+    assert got.batch.replaced == SampleCounts(4, 8, 8, 8, unscored_groups=0, degenerate_groups=3)
     assert got.report.notes == ("note 1", "note 2", "note 3")
 
 
@@ -113,7 +114,7 @@ def test_what_is_missing_after_the_last_time_is_filled_with_the_first_that_teach
     got = refill([[1, 1], [5, 5]], [[0, 2], [3, 3]], most=1)
     assert [prompt.id for prompt in got.batch.prompts] == [2, 2, 0, 0]
     np.testing.assert_array_equal(got.report.rewards[:4], [0, 2, 1, 1])
-    assert got.metrics["policy/refills"] == 1 and got.metrics["policy/prompts_replaced"] == 3
+    assert got.metrics["policy/refills"] == 1 and got.metrics["policy/prompts_replaced"] == 2
     assert got.metrics["reward/mean"] == pytest.approx((1 + 1 + 5 + 5 + 0 + 2 + 3 + 3) / 8)
 
 

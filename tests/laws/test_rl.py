@@ -27,6 +27,7 @@ from jaxrl.checkpoint import store
 from jaxrl.config import cli
 from jaxrl.process.interrupt import Interrupted
 from jaxrl.roles.actor import Actor
+from jaxrl.sampling.engine import Engine
 from jaxrl.telemetry.metrics import describe, read_metrics
 from jaxrl.train import main, train
 
@@ -67,7 +68,15 @@ def arguments(student, run_dir, *overrides):
 
 
 def run(student, run_dir, *overrides):
-    return train(Config.load("builtin:quickstart", arguments(student, run_dir, *overrides)))
+    result = train(Config.load("builtin:quickstart", arguments(student, run_dir, *overrides)))
+    for row in result.metrics[1:]:  # what is sampled is trained on, or left out for a reason
+        for sampled, trained, kind in (
+            ("completions/sampled", "completions/trained", "completions"),
+            ("tokens/generated", "actor/tokens", "tokens"),
+        ):
+            left_out = sum(row[f"{kind}/{reason}"] for reason in ("replaced", "dropped", "masked"))
+            assert row[sampled] == row[trained] + left_out, kind
+    return result
 
 
 def column(result, name):
@@ -251,7 +260,7 @@ def test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed(student, tm
     result = run(student, tmp_path / "run", *asked)
     for row in result.metrics[1:]:
         assert 1 <= row["policy/refills"] <= most and row["policy/prompts_replaced"] > 0
-        full = row["policy/degenerate_groups"] == 0
+        full = row["completions/dropped"] == 0
         assert full or row["policy/refills"] == most
     shown = [sample for sample in samples(result) if sample["step"] == 2]
     prompts = [sample["prompt"] for sample in shown]
@@ -271,7 +280,59 @@ def test_a_refilled_batch_is_distilled_at_the_tokens_the_policy_ranks_highest(
     (row,) = run(student, tmp_path / "run", *asked, function(tmp_path, FIRST)).metrics[1:]
     assert row["policy/refills"] == 1 and row["policy/prompts_replaced"] > 0
     assert row["distill/divergence"] > 0 and 0 < row["distill/student_tail_mass"] < 1
-    assert row["actor/tokens"] == row["tokens/generated"]  # the teacher's share drops nothing
+    assert row["tokens/dropped"] == row["tokens/masked"] == 0, "the teacher's share drops nothing"
+
+
+FLAKY = """
+from jaxrl.environments import Answer, Environment
+
+class Flaky(Environment):
+    def step(self, text, messages):
+        if sum(map(ord, str(messages))) % 3 == 0:
+            raise RuntimeError("no server")
+        return Answer("", reward=float(sum(map(ord, text)) % 2), done=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sampling", "truncated"),
+    and_slow([("refill", "mask")], [("refill", "keep"), ("drop", "mask"), ("off", "mask")]),
+)
+def test_figures_of_sampling_are_of_all_that_was_sampled(
+    tmp_path, monkeypatch, sampling, truncated
+):
+    """Those that the engine sampled, also of prompts whose environment failed, and which were
+    replaced."""
+    seen, generate = {}, Engine.generate
+
+    def counted(self, params, prompts, **options):
+        groups = generate(self, params, prompts, **options)
+        seen.setdefault(options.get("step", 0), []).extend(groups)
+        return groups
+
+    monkeypatch.setattr(Engine, "generate", counted)
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    asked = ["algorithm=dapo", f"environment.name={tmp_path}/flaky.py:Flaky", "data.eval=null"]
+    asked += ["environment.max_failures=1", f"policy.dynamic_sampling={sampling}", "steps=2"]
+    asked += [f"reward.truncated={truncated}", "reward.overlong_buffer=0", "reward.functions=[]"]
+    asked += ["policy.max_refills=2", "eval.every=0"]
+    result = run("student.model=builtin:student", tmp_path / "run", *asked)
+    for row in result.metrics[1:]:
+        groups = seen[row["step"] - 1]
+        all_of = [one for group in groups for one in group]
+        failed = sum(one.failure is not None for one in all_of)
+        assert failed > 0 and row["environment/failures"] == failed
+        assert row["completions/sampled"] == len(all_of)
+        assert row["tokens/generated"] == sum(int(one.sampled.sum()) for one in all_of)
+        cut = [one.finish_reason == "length" for one in all_of]
+        assert row["rollout/truncated_fraction"] == pytest.approx(np.mean(cut))
+        lengths = [len(one.tokens) for one in all_of]
+        assert row["rollout/completion_tokens_mean"] == pytest.approx(np.mean(lengths))
+        unscored = sum(all(one.failure is not None for one in group) for group in groups)
+        assert row["policy/unscored_groups"] == unscored
+        assert row.get("policy/prompts_replaced", 0) == len(groups) - 6
+        told = f"environment: {failed} of {len(all_of)} episodes failed"
+        assert told in (result.run_dir / "log.txt").read_text()
 
 
 @pytest.mark.slow

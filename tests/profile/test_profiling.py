@@ -334,7 +334,7 @@ def test_shares_of_a_ceiling():
         "seconds": {("actor", "update"): 0.5, ("reward", "score"): 0.1},
         "work": {("actor", "update"): [Work(4e9, 0.5e9), Work(2e9, 0.5e9)]},
         "moved": {("actor", "update"): 7.0},
-        "tokens": 100.0,
+        "tokens": {"actor": 100.0, "reward": 100.0},
         "pool_of": {"actor": "actor", "reward": "reward"},
         "devices": {"actor": 2, "reward": 0},
     }
@@ -364,6 +364,15 @@ def test_the_work_of_a_step_follows_its_algorithm():
         return step_work(setting, [batch])
 
     one = work("actor.minibatches=1", "actor.epochs_per_batch=1")
+    refilled = replace(batch, prompts=(3, 5, 7), in_batch=2)
+    assert refilled.tokens == 24 and refilled.scored == batch
+    setting = SimpleNamespace(
+        config=Config.load("builtin:quickstart", [*REWARDED]), student=c, axes=axes, vocab=264
+    )
+    parts = [step_work(setting, [each]) for each in (batch, refilled)]
+    assert parts[0]["actor", "update"] == parts[1]["actor", "update"]
+    prefills = [part["rollout", "generate"][0].flops for part in parts]
+    assert prefills[1] > prefills[0], "what was replaced was sampled too"
     forward, loss, backward, optimizer = one["actor", "update"]
     assert backward.flops == 2 * forward.flops
     adapted = replace(c, lora=Lora(2, 4.0))

@@ -251,6 +251,10 @@ def test_sets_count_alike_whatever_their_size():
     assert found["eval/accuracy_low"] == pytest.approx(both.low)
     assert found["eval/accuracy_high"] == pytest.approx(both.high)
     assert found["eval/large/mean_completion_tokens"] == 1.0
+    long = [[sampled("1", 9, "length")], *[[sampled("0")]] * 3]
+    found = evaluation_row(sets, long, judged(sets, long, judge))
+    assert found["eval/accuracy"] == found["eval/truncated_fraction"] == 0.5
+    assert found["eval/mean_completion_tokens"] == 5.0
 
 
 def test_a_set_that_cannot_be_judged_does_not_count():
