@@ -918,5 +918,5 @@ def _code_digests(key: str, text: str) -> dict[str, str]:
     for i, path in enumerate(files):
         with suppress(ValueError):  # elsewhere
             names[i] = str(path.relative_to(files[0].parent))
-    keys = [f"{key}={text}", *(f"{key}={text}, {name}" for name in names[1:])]
+    keys = [f"{key}={text}, {name}" if i else f"{key}={text}" for i, name in enumerate(names)]
     return {key: digest_file(path) for key, path in zip(keys, files, strict=True)}
