@@ -135,6 +135,12 @@ def size(shapes: str) -> int:
     )
 
 
+def elements(shape: str) -> int:
+    """Counts the numbers in an array, or in the first of several."""
+    found = ARRAY.search(shape)
+    return math.prod(int(n) for n in found[2].split(",") if n) if found else 0
+
+
 def operands(line: Instruction) -> list[str]:
     return OPERAND.findall(re.split(r"\), |\)$", line.rest)[0])
 
@@ -200,18 +206,25 @@ def moved(
             yield Moved(array[0], 0, 0 if scratch else size(array[0]))
 
 
-def kernels(text: str) -> list[tuple[Instruction, list[Moved]]]:
-    """Returns the kernels of a decode step, and what each moves (`moved`): of the loop's body that
-    has most of them."""
-    lines_of, best = computations(text), list[tuple[Instruction, list[Moved]]]()
+Kernels = list[tuple[Instruction, list[Moved]]]
+"""And what each moves (`moved`)."""
+
+
+def kernels(text: str) -> Kernels:
+    """Returns the kernels of a decode step: of the loop's body that has most of them."""
+    return max(loops(text), key=len)
+
+
+def loops(text: str) -> Iterator[Kernels]:
+    """Yields the kernels of the body of each loop."""
+    lines_of = computations(text)
     for name in set(re.findall(r"body=%?([\w.\-]+)", text)):
         lines = [
             line for line in lines_of[name] if line.kind not in (*FREE, "while", "conditional")
         ]
         held = {line.name: line.result for line in lines_of[name]}
         each = [(line, list(moved(line, held, lines_of))) for line in lines]
-        best = max(best, [one for one in each if total(one[1]) > 0], key=len)
-    return best
+        yield [one for one in each if total(one[1]) > 0]
 
 
 def total(arrays: Iterable[Moved]) -> float:
@@ -225,14 +238,18 @@ def step(text: str) -> tuple[int, float]:
     return len(found), sum(total(arrays) for _, arrays in found)
 
 
-def passes(text: str, slots: int, vocabulary: int) -> tuple[float, float]:
-    """Returns how many times a decode step reads and writes arrays of the logits' size, such as
-    weights that are made of them; what is read of candidates for top-k counts by its share."""
-    logits = slots * vocabulary * 4
-    padded = slots * -(-vocabulary // BLOCK) * BLOCK * 4
-    every = (array for _, arrays in kernels(text) for array in arrays)
-    arrays = [array for array in every if size(array.shape) in (logits, padded)]
-    return sum(x.read for x in arrays) / logits, sum(x.wrote for x in arrays) / logits
+def passes(text: str, rows: int, vocabulary: int) -> tuple[float, float]:
+    """Returns how many times a decode step, or a chunk of a loss, reads and writes arrays of the
+    logits' size, such as weights that are made of them: an array of 16-bit numbers counts half, and
+    what is read of candidates for top-k by its share."""
+    logits = rows * vocabulary
+    padded = rows * -(-vocabulary // BLOCK) * BLOCK
+    found = []
+    for each in loops(text):
+        arrays = [x for _, held in each for x in held if elements(x.shape) in (logits, padded)]
+        found.append((sum(x.read for x in arrays), sum(x.wrote for x in arrays)))
+    read, wrote = max(found)
+    return read / (4 * logits), wrote / (4 * logits)
 
 
 def compiled(case: Case, layers: int) -> Compiling:

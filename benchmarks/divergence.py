@@ -1,12 +1,16 @@
 """Distillation loss with gradients, in three ways: memory at V = 151936, and time. One JSON line.
 
     python benchmarks/divergence.py [--tokens 256 --width 256 --vocab 151936]
+    python benchmarks/divergence.py --passes h100  # a table instead, by that GPU's compiler
 
 naive: all logits, the formula as usually written, jax.grad. fused: the default. lean: recomputes.
 Memory is `compiled.memory_analysis()` at 4096 tokens, bfloat16, widths 1024 and 2048: nothing runs.
 Time is measured at `--tokens` and `--width`, the three taking turns; medians, and the median over
 the rounds of the ratio within a round, which a busy machine disturbs least. The floor is the four
 products that no way can do without (two logits, two gradients).
+
+Passes are reads and writes of arrays of the logits' size, float32, in a chunk of a loss: nothing
+runs, and no GPU is needed, but the extra `aot`.
 """
 
 from __future__ import annotations
@@ -20,9 +24,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.losses.distill import divergence_from_hidden
+from jaxrl.losses.head import logprobs_and_entropy_from_hidden, logprobs_from_hidden
 from jaxrl.profile.work import divergence_work
 
 MEMORY_VOCAB, MEMORY_TOKENS = 151936, 4096
+COMPILED = {
+    "divergence, fused": (partial(divergence_from_hidden, beta=0.5), True),
+    "log-probs": (logprobs_from_hidden, False),
+    "log-probs and entropies": (logprobs_and_entropy_from_hidden, False),
+}
+"""What `--passes` compiles: a function, and whether its gradients too."""
 
 
 def naive(
@@ -75,6 +86,47 @@ def memory(chunk: int) -> dict[str, float]:
     return found
 
 
+def compiled(target: str, name: str, chunk: int, widths: tuple[int, int], vocab: int) -> str:
+    """Compiles one of `COMPILED` for a machine that is not here, in bfloat16 and four chunks.
+
+    Args:
+        widths: of the student and of the teacher.
+    """
+    from jaxrl.aot.machine import machine, prepare
+
+    prepare()
+    mesh = jax.sharding.Mesh(machine(target).compiled[:1], ("device",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+    loss, differentiated = COMPILED[name]
+    student, teacher = ((array(1, 4 * chunk, w), array(vocab, w)) for w in widths)
+    options = {"chunk": chunk, "temperature": 0.9}
+    if differentiated:
+        args = *student, *teacher, array(1, 4 * chunk, dtype=bool)
+        call = jax.value_and_grad(lambda *each: loss(*each, **options)[0], argnums=(0, 1))
+    else:
+        args, call = (*student, array(1, 4 * chunk, dtype=jnp.int32)), partial(loss, **options)
+    return str(jax.jit(call).lower(*args).compile().as_text())
+
+
+def print_passes(gpu: str, chunk: int) -> None:
+    """Prints a table of `COMPILED`, at the widths of Qwen2.5-1.5B and its teacher of 7B."""
+    from decode_step import passes  # needs what tests need
+
+    print(
+        f"| {gpu}, chunks of {chunk:,} x {MEMORY_VOCAB:,} | read | written | passes | GB a chunk |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    for name in COMPILED:
+        text = compiled(f"{gpu}x1", name, chunk, (1536, 3584), MEMORY_VOCAB)
+        read, wrote = passes(text, chunk, MEMORY_VOCAB)
+        moved = (read + wrote) * chunk * MEMORY_VOCAB * 4 / 1e9
+        print(f"| {name} | {read:.1f} | {wrote:.1f} | {read + wrote:.1f} | {moved:.1f} |")
+
+
 def arrays(tokens: int, widths: tuple[int, int], vocab: int, dtype: str) -> list[jax.Array]:
     """Hidden states and head of the student and of the teacher, whose widths these are."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -105,7 +157,11 @@ def main() -> None:
     )
     told.add_argument("--ways", nargs="+", default=["naive", "fused", "lean"])
     told.add_argument("--no-memory", action="store_true", help="time only")
+    told.add_argument("--passes", metavar="GPU", help="of such a GPU: a100, h100, h200, ...")
     arguments = told.parse_args()
+    if arguments.passes:
+        print_passes(arguments.passes, arguments.chunk or 2048)
+        return
     common.start(arguments)
     # As many chunks as there would be with more tokens, or the loop would not be measured.
     chunk = arguments.chunk or arguments.tokens // 4

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypedDict
 
@@ -35,6 +35,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.divergence import MIN
+from jaxrl.losses.normaliser import Normaliser, Scale, peaks_and_sums
 from jaxrl.sharding.axes import COPIES, ROWS, TOKENS, WEIGHTS
 from jaxrl.types import Array, Tree
 
@@ -45,7 +46,7 @@ Softcap = float | Float[Array, ""] | None
 """c > 0 of logits c tanh(z / c), z being hidden @ head.T; None: the logits are z."""
 
 PerToken = dict[str, Array]
-"""Arrays by name, each [B, C, ...] or, for the n tokens of a chunk, [n, ...]."""
+"""Arrays by name, or trees of them: each [B, C, ...] or, for the n tokens of a chunk, [n, ...]."""
 
 
 class ShardOptions(TypedDict, total=False):
@@ -70,7 +71,8 @@ class LogitOptions(ShardOptions, total=False):
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Logits of a slice of the vocabulary: what one device, or one tile of one device, sees.
+    """Logits of a slice of the vocabulary: what one device, or one tile of one device, sees. They
+    are not divided by the temperature: it divides the differences that matter (`logprobs`).
 
     Columns of a logits array stand for the token ids `start` ... `start + size - 1`. The rest of
     the vocabulary may lie on other devices (mesh axis `tensor`): sums, maxima and look-ups by id
@@ -86,27 +88,25 @@ class VocabShard:
     """Whether there may be such columns."""
     axes: tuple[str, ...] = ()
     """Mesh axes over which the other slices are spread."""
+    scale: Scale = 1.0
 
     def logits(
         self,
         hidden: Float[Array, "n D"],
         rows: Float[Array, "size D"],
-        scale: Float[Array, ""],
         softcap: Float[Array, ""] | None = None,
     ) -> Float[Array, "n size"]:
-        """Computes hidden @ rows.T * scale, accumulated in float32 whatever the dtype of the
-        operands.
+        """Computes hidden @ rows.T, accumulated in float32 whatever the dtype of the operands.
 
         Args:
-            softcap: c > 0: the product z is replaced by c tanh(z / c) before it is scaled
-                (Gemma 2, arXiv 2408.00118, section 2).
+            softcap: c > 0: the product z is replaced by c tanh(z / c) (Gemma 2, arXiv 2408.00118,
+                section 2).
         """
         z = jax.lax.dot_general(
             hidden, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
         if softcap is not None:
             z = softcap * jnp.tanh(z / softcap)
-        z = scale * z
         if not self.padded:
             return z
         return jnp.where((self.start + jnp.arange(self.size) < self.vocab)[None, :], z, MIN)
@@ -117,13 +117,32 @@ class VocabShard:
     def peak(self, x: Float[Array, "n size"]) -> Float[Array, " n"]:
         return jax.lax.pmax(x.max(-1), self.axes)
 
-    def logsumexp(self, z: Float[Array, "n size"]) -> Float[Array, " n"]:
-        peak = self.peak(z)
-        return peak + jnp.log(self.total(jnp.exp(z - peak[:, None])))
+    def normaliser(self, z: Float[Array, "n size"]) -> Normaliser:
+        """Computes the normaliser of the whole vocabulary."""
+        here, total = peaks_and_sums(z, self.scale)
+        if not self.axes:
+            return Normaliser(here, jnp.log(total))
+        peak = jax.lax.pmax(here, self.axes)
+        total = jax.lax.psum(total * jnp.exp(self.scale * (here - peak)), self.axes)
+        return Normaliser(peak, jnp.log(total))
 
-    def entropy(self, z: Float[Array, "n size"], lse: Float[Array, " n"]) -> Float[Array, " n"]:
-        """Computes the entropy of softmax(z), nats, from the logsumexp of z."""
-        logprobs = z - lse[:, None]
+    def logprobs(self, z: Float[Array, "n size"], normaliser: Normaliser) -> Array:
+        """Computes the log-probs [n, size], nats, at the temperature."""
+        return normaliser.logprobs(z, self.scale)
+
+    def logprobs_at(
+        self, z: Float[Array, "n size"], normaliser: Normaliser, ids: Int[Array, "n K"]
+    ) -> Float[Array, "n K"]:
+        """Returns the log-probs of token ids; `MIN` for an id that no slice has."""
+        return self.logprobs_of(self.at(z, ids), normaliser)
+
+    def logprobs_of(self, some: Float[Array, "n K"], normaliser: Normaliser) -> Array:
+        """Computes the log-probs [n, K] of some logits; `MIN` where they are."""
+        return jnp.where(some > MIN, self.logprobs(some, normaliser), MIN)
+
+    def entropy(self, z: Float[Array, "n size"], normaliser: Normaliser) -> Float[Array, " n"]:
+        """Computes the entropy, nats, at the temperature."""
+        logprobs = self.logprobs(z, normaliser)
         return -self.total(jnp.exp(logprobs) * logprobs)
 
     def at(self, z: Float[Array, "n size"], ids: Int[Array, "n K"]) -> Float[Array, "n K"]:
@@ -162,20 +181,21 @@ class VocabShard:
 
 
 def with_tail(
-    z: Float[Array, "n size"], lse: Float[Array, " n"], ids: Int[Array, "n K"], columns: VocabShard
-) -> tuple[Float[Array, "n K+1"], Float[Array, " n"]]:
-    """Computes the log-probs of the K ids and, last, of all others together; and the logsumexp of
+    z: Float[Array, "n size"], normaliser: Normaliser, ids: Int[Array, "n K"], columns: VocabShard
+) -> tuple[Float[Array, "n K+1"], Normaliser]:
+    """Computes the log-probs of the K ids and, last, of all others together; and the normaliser of
     the others."""
-    others = columns.logsumexp(columns.without(z, ids))
-    tail = jnp.maximum(others - lse, MIN)
-    return jnp.concatenate([columns.at(z, ids) - lse[:, None], tail[:, None]], -1), others
+    others = columns.normaliser(columns.without(z, ids))
+    tail = columns.logprobs_of(others.peak[:, None], normaliser) + others.log_sum[:, None]
+    listed = columns.logprobs_at(z, normaliser, ids)
+    return jnp.concatenate([listed, jnp.maximum(tail, MIN)], -1), others
 
 
 def spread_tail(
     z: Float[Array, "n size"],
     ids: Int[Array, "n K"],
     gradient: Float[Array, "n K+1"],
-    others: Float[Array, " n"],
+    others: Normaliser,
     columns: VocabShard,
 ) -> Float[Array, "n size"]:
     """Computes the gradient with respect to the logits from `gradient`, the one with respect to the
@@ -183,7 +203,7 @@ def spread_tail(
 
     A listed token takes its own; the others share the tail's by their probability within the tail.
     """
-    share = jnp.exp(columns.without(z, ids) - others[:, None])
+    share = jnp.exp(columns.logprobs(columns.without(z, ids), others))
     return columns.add(share * gradient[:, -1:], ids, gradient[:, :-1])
 
 
@@ -218,9 +238,9 @@ class TokenStats(NamedTuple):
 class Term:
     """A loss on the logits of each token. Hashable, since it is part of a compiled function's key.
 
-    `z` [n, size] are the logits of n tokens, divided by the temperature; `columns` are their token
-    ids. `tokens` are `FrozenInputs.tokens` of the same tokens and, if there are teachers' heads,
-    the tuple of these teachers' logits, "teacher_z"; with `FrozenInputs.outcomes`, these as
+    `z` [n, size] are the logits of n tokens; `columns` are their token ids, and know the
+    temperature. `tokens` are `FrozenInputs.tokens` of the same tokens and, if there are teachers'
+    heads, the tuple of these teachers' logits, "teacher_z"; with `FrozenInputs.outcomes`, these as
     "outcomes".
     """
 
@@ -228,8 +248,8 @@ class Term:
         raise NotImplementedError
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
-        """Computes d loss / d z, [n, size]. No collectives: `columns` may be a tile of a device's
-        slice."""
+        """Computes temperature * d loss / d z, [n, size]. No collectives: `columns` may be a tile
+        of a device's slice."""
         raise NotImplementedError
 
 
@@ -422,7 +442,7 @@ def fused(
             hidden, given = chunk
             z, tokens = _logits(hidden, heads, given, columns)
             values, saved = sharded.term.measure(z, tokens, columns)
-            # Else a GPU writes out what both compute of each logit: 4 of 16.5 passes over them.
+            # Else a GPU writes out what both compute of each logit: 4 more passes over them.
             z, tokens = jax.lax.optimization_barrier((z, tokens))
             dz = _kept(sharded.term.gradient(z, tokens, saved, columns), z, given)
             dz = dz.astype(hidden.dtype)
@@ -474,7 +494,7 @@ def tiled(
             rows: _Heads = jax.tree.map(
                 partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size), here
             )
-            tile = VocabShard(columns.start + first, size, sharded.vocab, columns.padded)
+            tile = replace(columns, start=columns.start + first, size=size, axes=())
             z, tokens = _logits(flat, rows, given, tile)
             dz = _kept(sharded.term.gradient(z, tokens, saved, tile), z, given)
             dz = jnp.where((first + jnp.arange(size) >= i * size)[None, :], dz, 0)
@@ -551,7 +571,7 @@ def _gather(
     start = jax.lax.axis_index(axes) * rows if axes else 0
     parts = 1 if sharded.mesh is None else sharded.mesh.shape.get("tensor", 1)
     padded = rows * parts > sharded.vocab
-    columns = VocabShard(start, rows, sharded.vocab, padded, axes)
+    columns = VocabShard(start, rows, sharded.vocab, padded, axes, given.scale)
     return (whole[-1], tuple(whole[:-1]), given.outcomes), columns
 
 
@@ -560,12 +580,12 @@ def _logits(
 ) -> tuple[Array, PerToken]:
     own, theirs, outcomes = heads
     cap, *their_caps = given.softcaps or (None,) * (1 + len(theirs))
-    z = columns.logits(hidden, own, given.scale, cap)
+    z = columns.logits(hidden, own, cap)
     tokens = given.tokens if outcomes is None else given.tokens | {"outcomes": outcomes}
     if not theirs:
         return z, tokens
     teacher_z = tuple(
-        columns.logits(hidden, head, given.scale, cap)
+        columns.logits(hidden, head, cap)
         for hidden, head, cap in zip(given.teacher_hidden, theirs, their_caps, strict=True)
     )
     return z, tokens | {"teacher_z": teacher_z}
@@ -574,11 +594,11 @@ def _logits(
 def _kept(
     dz: Float[Array, "n size"], z: Float[Array, "n size"], given: FrozenInputs
 ) -> Float[Array, "n size"]:
-    """Converts the gradient with respect to the scaled logits `z` to the one with respect to hidden
-    @ head.T; 0 where masked, even if the gradient there is NaN."""
+    """Converts the gradient with respect to the logits `z` over the temperature to the one with
+    respect to hidden @ head.T; 0 where masked, even if the gradient there is NaN."""
     dz = dz * given.scale
     if given.softcaps and given.softcaps[0] is not None:
-        tanh = jnp.clip(z / (given.scale * given.softcaps[0]), -1, 1)  # columns of MIN: -1
+        tanh = jnp.clip(z / given.softcaps[0], -1, 1)  # columns of MIN: -1
         dz = dz * (1 - tanh**2)
     return jnp.where(given.mask[:, None], dz, 0)
 

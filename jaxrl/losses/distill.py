@@ -222,22 +222,23 @@ class FullDivergence(Term):
     mixture: MixtureKind | None = None
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        teacher_z, normalised = tokens["teacher_z"][0], {}
+        saved: PerToken = {}
         if self.mixture is not None:
-            normalised = normalisers(self.mixture, tokens["teacher_z"], columns)
-            teacher_z = mixed(self.mixture, tokens["teacher_z"], tokens["weights"], normalised)
-        lse, teacher_lse = columns.logsumexp(z), columns.logsumexp(teacher_z)
-        student, teacher = z - lse[:, None], teacher_z - teacher_lse[:, None]
+            saved["teachers"] = normalisers(self.mixture, tokens["teacher_z"], columns)
+        teacher_z, theirs = self._teacher(tokens, saved, columns)
+        normaliser, teacher_normaliser = columns.normaliser(z), theirs.normaliser(teacher_z)
+        student = columns.logprobs(z, normaliser)
+        teacher = theirs.logprobs(teacher_z, teacher_normaliser)
         divergence, centre = generalised_jsd(student, teacher, self.beta, columns.total)
-        theirs_at_mine = jnp.where(z == columns.peak(z)[:, None], teacher_z, MIN)
+        teacher_at_best = jnp.where(z == normaliser.peak[:, None], teacher_z, MIN)
         values = {
             "loss": divergence,
             "divergence": divergence,
-            "top1_agreement": columns.peak(theirs_at_mine) == columns.peak(teacher_z),
-            "student_entropy": columns.entropy(z, lse),
-            "teacher_entropy": columns.entropy(teacher_z, teacher_lse),
+            "top1_agreement": columns.peak(teacher_at_best) == teacher_normaliser.peak,
+            "student_entropy": columns.entropy(z, normaliser),
+            "teacher_entropy": theirs.entropy(teacher_z, teacher_normaliser),
         }
-        saved = {"lse": lse, "teacher_lse": teacher_lse, "centre": centre} | normalised
+        saved |= {"student": normaliser, "teacher": teacher_normaliser, "centre": centre}
         term = self.entropy_aware
         if term is None:
             return TokenStats(values, saved)
@@ -247,26 +248,33 @@ class FullDivergence(Term):
                 f"the vocabulary has {columns.vocab} tokens: 1 to {columns.vocab}"
             )
         _, ids = columns.topk(teacher_z, term.top_k)
-        listed, others = with_tail(z, lse, ids, columns)
-        theirs, _ = with_tail(teacher_z, teacher_lse, ids, columns)
-        divergence, centre = generalised_jsd(listed, theirs, beta=0)
+        listed, others = with_tail(z, normaliser, ids, columns)
+        wanted, _ = with_tail(teacher_z, teacher_normaliser, ids, theirs)
+        divergence, centre = generalised_jsd(listed, wanted, beta=0)
         gate = values["teacher_entropy"] >= term.threshold
         weight = jnp.where(gate, term.coef, 0.0)
         extra = weight * divergence
         values |= {"loss": values["loss"] + extra, "entropy_aware": extra, "entropy_gate": gate}
-        gradient = weight[:, None] * logits_gradient(listed, theirs, centre, beta=0)
+        gradient = weight[:, None] * logits_gradient(listed, wanted, centre, beta=0)
         return TokenStats(values, saved | {"ids": ids, "gradient": gradient, "others": others})
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
-        student = z - saved["lse"][:, None]
-        teacher_z = tokens["teacher_z"][0]
-        if self.mixture is not None:
-            teacher_z = mixed(self.mixture, tokens["teacher_z"], tokens["weights"], saved)
-        teacher = teacher_z - saved["teacher_lse"][:, None]
+        student = columns.logprobs(z, saved["student"])
+        teacher_z, theirs = self._teacher(tokens, saved, columns)
+        teacher = theirs.logprobs(teacher_z, saved["teacher"])
         dz = logits_gradient(student, teacher, saved["centre"], self.beta)
         if self.entropy_aware is None:
             return dz
         return dz + spread_tail(z, saved["ids"], saved["gradient"], saved["others"], columns)
+
+    def _teacher(
+        self, tokens: PerToken, saved: PerToken, columns: VocabShard
+    ) -> tuple[Array, VocabShard]:
+        """Returns the teacher's logits [n, size], and their columns."""
+        if self.mixture is None:
+            return tokens["teacher_z"][0], columns
+        given = tokens["teacher_z"], tokens["weights"], saved["teachers"]
+        return mixed(self.mixture, *given, columns)
 
 
 @dataclass(frozen=True)
@@ -277,8 +285,8 @@ class TopKDivergence(Term):
     beta: float
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        ids, lse = tokens["ids"], columns.logsumexp(z)
-        student, others = with_tail(z, lse, ids, columns)
+        ids, normaliser = tokens["ids"], columns.normaliser(z)
+        student, others = with_tail(z, normaliser, ids, columns)
         teacher = jnp.concatenate([tokens["logprobs"], tokens["tail"][:, None]], -1)
         teacher = jnp.maximum(teacher.astype(jnp.float32), MIN)
         divergence, centre = generalised_jsd(student, teacher, self.beta)
@@ -288,9 +296,9 @@ class TopKDivergence(Term):
             "divergence": divergence,
             "teacher_tail_mass": jnp.exp(teacher[:, -1]),
             "student_tail_mass": jnp.exp(student[:, -1]),
-            "student_entropy": columns.entropy(z, lse),
+            "student_entropy": columns.entropy(z, normaliser),
             "top1_agreement": columns.at(z, jnp.take_along_axis(ids, best, -1))[:, 0]
-            == columns.peak(z),
+            == normaliser.peak,
         }
         gradient = logits_gradient(student, teacher, centre, self.beta)
         return TokenStats(values, {"gradient": gradient, "others": others})

@@ -13,13 +13,13 @@ The next-token distributions P_k of several teachers are combined by weights of 
 | arithmetic | sum_k w_k P_k: a mixture, as if one of the teachers were drawn |
 | geometric | proportional to prod_k P_k ** w_k: their logits averaged |
 
-Where one weight is 1, either kind gives that teacher; geometric gives its logits bit for bit.
+Where one weight is 1, either kind gives that teacher; geometric gives its log-probs bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple, Unpack
 
@@ -43,6 +43,7 @@ from jaxrl.losses.chunked import (
     with_tail,
 )
 from jaxrl.losses.divergence import MIN
+from jaxrl.losses.normaliser import Normaliser
 from jaxrl.types import Array, Tree
 
 Logits = tuple[Float[Array, "n size"], ...]
@@ -57,29 +58,41 @@ class TeacherMixture(NamedTuple):
     """float32, at least 0; they sum to 1 at each token that counts."""
 
 
-def normalisers(kind: MixtureKind, logits: Logits, columns: VocabShard) -> PerToken:
-    """Returns what `mixed` needs to know of the whole vocabulary: for the kind arithmetic `lses`
-    [n, K], the logsumexp of each teacher's logits."""
-    if kind == "geometric":
-        return {}
-    return {"lses": jnp.stack([columns.logsumexp(z) for z in logits], -1)}
+def normalisers(kind: MixtureKind, logits: Logits, columns: VocabShard) -> Normaliser:
+    """Returns what `mixed` needs to know of the whole vocabulary: the normaliser [n, K] of each
+    teacher's logits; for the kind geometric, to which constants do not matter, a log_sum of 0."""
+    if kind == "arithmetic":
+        each = [columns.normaliser(z) for z in logits]
+    else:
+        peaks = [columns.peak(z) for z in logits]
+        each = [Normaliser(peak, jnp.zeros_like(peak)) for peak in peaks]
+    return Normaliser(*(jnp.stack(parts, -1) for parts in zip(*each, strict=True)))
 
 
 def mixed(
-    kind: MixtureKind, logits: Logits, weights: Float[Array, "n K"], normalised: PerToken
-) -> Float[Array, "n size"]:
-    """Returns logits of the combined distribution, up to a constant for each token. A teacher whose
-    weight is 0 does not matter, whatever its logits.
+    kind: MixtureKind,
+    logits: Logits,
+    weights: Float[Array, "n K"],
+    given: Normaliser,
+    columns: VocabShard,
+) -> tuple[Float[Array, "n size"], VocabShard]:
+    """Returns logits of the combined distribution, up to a constant for each token, and their
+    columns: they are at the temperature. A teacher whose weight is 0 does not matter, whatever its
+    logits.
 
     Args:
-        normalised: from `normalisers`, over the whole vocabulary; the logits may be a tile of it.
+        given: from `normalisers`, over the whole vocabulary; the logits may be a tile of it.
     """
-    each = [weights[:, k, None] for k in range(len(logits))]
-    if kind == "geometric":
-        products = [jnp.where(w > 0, w * z, 0.0) for w, z in zip(each, logits, strict=True)]
-        return reduce(jnp.add, products)
-    lses = normalised["lses"]
-    return log_mixture([z - lses[:, k, None] for k, z in enumerate(logits)], each)
+    shares, logprobs = [], []
+    for k, z in enumerate(logits):
+        shares.append(weights[:, k, None])
+        logprobs.append(columns.logprobs(z, Normaliser(given.peak[:, k], given.log_sum[:, k])))
+    if kind == "arithmetic":
+        both = log_mixture(logprobs, shares)
+    else:
+        pairs = zip(shares, logprobs, strict=True)
+        both = reduce(jnp.add, [jnp.where(w > 0, w * x, 0.0) for w, x in pairs])
+    return both, replace(columns, scale=1.0)
 
 
 def log_mixture(
@@ -110,8 +123,8 @@ class OfMixture(Term):
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         logits = (z, *tokens.get("teacher_z", ()))
-        normalised = normalisers(self.kind, logits, columns)
-        both = mixed(self.kind, logits, tokens["weights"], normalised)
+        given = normalisers(self.kind, logits, columns)
+        both, columns = mixed(self.kind, logits, tokens["weights"], given, columns)
         return self.term.measure(both, tokens, columns)
 
 
@@ -207,15 +220,15 @@ class _TokenLogprob(Term):
     entropy: bool
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        lse = columns.logsumexp(z)
-        logprobs = columns.at(z, tokens["ids"][:, None])[:, 0] - lse
-        entropy = columns.entropy(z, lse) if self.entropy else jnp.zeros_like(lse)
+        normaliser = columns.normaliser(z)
+        logprobs = columns.logprobs_at(z, normaliser, tokens["ids"][:, None])[:, 0]
+        entropy = columns.entropy(z, normaliser) if self.entropy else jnp.zeros_like(logprobs)
         values = {"logprobs": logprobs, "entropy": entropy}
-        return TokenStats(values, {"lse": lse, "entropy": entropy})
+        return TokenStats(values, {"normaliser": normaliser, "entropy": entropy})
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         """Computes g (1[token] - pi) for the log-prob, -g pi (log pi + H) for the entropy."""
-        logprobs = z - saved["lse"][:, None]
+        logprobs = columns.logprobs(z, saved["normaliser"])
         factor = tokens["d_logprobs"][:, None]
         if self.entropy:
             factor = factor + tokens["d_entropy"][:, None] * (logprobs + saved["entropy"][:, None])
@@ -233,17 +246,17 @@ class TopKTerm(Term):
                 f"top-k is {self.k}; the vocabulary has {columns.vocab} tokens: 1 to"
                 f" {columns.vocab}"
             )
-        lse = columns.logsumexp(z)
+        normaliser = columns.normaliser(z)
         _, ids = columns.topk(z, self.k)
-        outcomes, _ = with_tail(z, lse, ids, columns)
+        outcomes, _ = with_tail(z, normaliser, ids, columns)
         values = {"ids": ids, "logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}
-        return TokenStats(values | {"entropy": columns.entropy(z, lse)}, {})
+        return TokenStats(values | {"entropy": columns.entropy(z, normaliser)}, {})
 
 
 @dataclass(frozen=True)
 class _AtIds(Term):
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        outcomes, _ = with_tail(z, columns.logsumexp(z), tokens["ids"], columns)
+        outcomes, _ = with_tail(z, columns.normaliser(z), tokens["ids"], columns)
         return TokenStats({"logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}, {})
 
 

@@ -73,40 +73,46 @@ class Outcomes(NamedTuple):
 
 @dataclass(frozen=True)
 class OverOutcomes(Term):
-    """A term over outcomes: each one's logit is the logsumexp of the logits of its tokens."""
+    """A term over outcomes: each one's logit is the logsumexp of the logits of its tokens, at the
+    temperature, less the largest of all tokens."""
 
     term: Term
     count: int
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        return self.term.measure(*self._merged(z, tokens))
+        return self.term.measure(*self._merged(z, tokens, columns))
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         """Returns the outcome's gradient, in its tokens' shares of its probability."""
-        merged, inner, every = self._merged(z, tokens)
+        merged, inner, every = self._merged(z, tokens, columns)
         slope = self.term.gradient(merged, inner, saved, every)
         student, _ = tokens["outcomes"]
-        return slope.T[student].T * jnp.exp(z - merged.T[student].T)
+        return slope.T[student].T * jnp.exp(below_peak(z, columns) - merged.T[student].T)
 
-    def _merged(self, z: Array, tokens: PerToken) -> tuple[Array, PerToken, VocabShard]:
+    def _merged(
+        self, z: Array, tokens: PerToken, columns: VocabShard
+    ) -> tuple[Array, PerToken, VocabShard]:
         """Returns the logits of outcomes [n, count], and the inner term's tokens and columns."""
         student, teacher = tokens["outcomes"]
         inner = {name: value for name, value in tokens.items() if name != "outcomes"}
         if "teacher_z" in inner:
-            inner["teacher_z"] = tuple(self._sums(one, teacher) for one in inner["teacher_z"])
+            below = (below_peak(one, columns) for one in inner["teacher_z"])
+            inner["teacher_z"] = tuple(self._sums(one, teacher) for one in below)
         every = VocabShard(0, self.count, self.count, padded=False)
-        return self._sums(z, student), inner, every
+        return self._sums(below_peak(z, columns), student), inner, every
 
     def _sums(
-        self, z: Float[Array, "n size"], outcomes: Int[Array, " size"]
+        self, below: Float[Array, "n size"], outcomes: Int[Array, " size"]
     ) -> Float[Array, "n count"]:
         # Outcomes are rows while they are summed up: each token adds a row of n numbers.
-        peak = z.max(-1)
-        sums = jnp.zeros((self.count, len(z)), z.dtype)
-        sums = sums.at[outcomes].add(jnp.exp(z - peak[:, None]).T, mode="drop")
-        logits = peak[:, None] + jnp.log(jnp.maximum(sums, TINY)).T
-        least = jax.nn.logsumexp(logits, -1) + LEAST
-        return logits.at[:, -1].max(least)
+        sums = jnp.zeros((self.count, len(below)), below.dtype)
+        sums = jnp.maximum(sums.at[outcomes].add(jnp.exp(below).T, mode="drop"), TINY)
+        return jnp.log(sums).T.at[:, -1].max(jnp.log(sums.sum(0)) + LEAST)
+
+
+def below_peak(z: Float[Array, "n size"], columns: VocabShard) -> Float[Array, "n size"]:
+    """Computes logits at the temperature, less the largest of the row."""
+    return columns.scale * (z - z.max(-1, keepdims=True))
 
 
 @dataclass(frozen=True)
@@ -115,14 +121,16 @@ class TokenGivenOutcome(Term):
     to which the gradient flows."""
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        token = columns.at(z, tokens["ids"][:, None])[:, 0]
-        given = columns.logsumexp(jnp.where(self._members(tokens), z, MIN))
-        values = {"logprobs": token - columns.logsumexp(z), "score": token - given}
+        given = columns.normaliser(jnp.where(self._members(tokens), z, MIN))
+        normalisers = {"logprobs": columns.normaliser(z), "score": given}
+        ids = tokens["ids"][:, None]
+        values = {k: columns.logprobs_at(z, x, ids)[:, 0] for k, x in normalisers.items()}
         return TokenStats(values, {"given": given})
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         slope = tokens["d_score"][:, None]
-        shares = jnp.where(self._members(tokens), jnp.exp(z - saved["given"][:, None]), 0)
+        logprobs = columns.logprobs(z, saved["given"])
+        shares = jnp.where(self._members(tokens), jnp.exp(logprobs), 0)
         return columns.add(-slope * shares, tokens["ids"][:, None], slope)
 
     def _members(self, tokens: PerToken) -> Array:

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from jaxrl.errors import UserError
+from jaxrl.losses.normaliser import Normaliser, peaks_and_sums
 
 BLOCK = 128
 """Token ids in a block of the two-level draw; it divides the vocabularies of the usual models."""
@@ -154,32 +155,49 @@ def uniforms(keys: UInt32[Array, "B 2"], positions: Int32[Array, " B"]) -> Float
 
 def sample(logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: SamplingArrays) -> Draw:
     """Draws one token for each row, by numbers from `uniforms` and knobs from `sampling_arrays`."""
-    scaled = logits if knobs.temperature is None else logits / knobs.temperature
-    blocks = _blocks(scaled, -jnp.inf)
-    highest = jax.lax.optimization_barrier(blocks.max(-1))
+    scale = 1.0 if knobs.temperature is None else 1 / knobs.temperature  # as in the losses
+    blocks = _blocks(logits, -jnp.inf)
+    # Without the barrier XLA would fuse what follows with reads of all logits.
+    highest, sums = jax.lax.optimization_barrier(peaks_and_sums(blocks, scale))
     top = highest.max(-1, keepdims=True)
 
-    def weigh() -> Array:
-        return jnp.exp(scaled - top)
+    def weigh(z: Array, top: Array = top) -> Array:
+        return jnp.exp(scale * (z - top))
 
-    total = _mass(weigh())
+    def inside(block: Array) -> Array:  # the largest is 1, however improbable the block
+        z = _inside(blocks, block)
+        return weigh(z, z.max(-1, keepdims=True))
+
+    sums = sums * weigh(highest)
+    total = kept_total = sums.sum(-1)
     if knobs.temperature is None:
         block = jnp.argmax(highest, -1)
-        inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
-        tokens = (block * BLOCK + jnp.argmax(inside, -1)).astype(jnp.int32)
+        tokens = block * BLOCK + jnp.argmax(_inside(blocks, block), -1)
+    elif knobs.top_k is knobs.top_p is knobs.min_p is None:
+        tokens = pick(sums, inside, random)
     else:
-        kept = truncate(weigh, jnp.exp(highest - top), knobs)
-        tokens = pick(kept, random).astype(jnp.int32)
-    chosen = (jnp.take_along_axis(scaled, tokens[:, None], -1) - top)[:, 0]
-    logprobs = chosen - jnp.log(total)
-    if knobs.temperature is None:
-        return Draw(tokens, logprobs, jnp.zeros_like(chosen))
-    return Draw(tokens, logprobs, chosen - jnp.log(_mass(kept)))
+        # A CPU stores the weights for the truncation: to add these up is quicker.
+        total = jax.lax.platform_dependent(
+            total, cpu=lambda _: _block_sums(weigh(logits)).sum(-1), default=lambda x: x
+        )
+        kept = truncate(lambda: weigh(logits), weigh(highest), total, knobs)
+        sums = _block_sums(kept)
+        kept_total = sums.sum(-1)
+        tokens = pick(sums, lambda block: _inside(_blocks(kept), block), random)
+    tokens = tokens.astype(jnp.int32)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], -1)
+    logprobs, sampled = (
+        Normaliser(top[:, 0], jnp.log(mass)).logprobs(chosen, scale)[:, 0]
+        for mass in (total, kept_total)
+    )
+    greedy = knobs.temperature is None
+    return Draw(tokens, logprobs, jnp.zeros_like(logprobs) if greedy else sampled)
 
 
 def truncate(
     weigh: Callable[[], Float[Array, "B V"]],
     highest: Float[Array, "B blocks"],
+    total: Float[Array, " B"],
     knobs: SamplingArrays,
 ) -> Float[Array, "B V"]:
     """Returns weights with 0 where top-k, then top-p of what is left, then min-p drop the token.
@@ -190,6 +208,7 @@ def truncate(
             wherever they are read: computed again from the logits they cost no memory; stored, they
             would be written once and read several times.
         highest: the largest weight of each block of token ids.
+        total: the sum of all weights.
     """
     weights = weigh()
     held, beyond = _candidates(weights, highest)
@@ -211,19 +230,26 @@ def truncate(
     if knobs.top_k is not None:
         goal = jnp.minimum(knobs.top_k.astype(jnp.float32), jnp.float32(weights.shape[-1]))
         least = search(jnp.broadcast_to(goal, least.shape), counted=True)
-        weights = _from(least, weights)
+        total = _block_sums(_from(least, weights)).sum(-1)
     if knobs.top_p is not None:
-        least = search(knobs.top_p * _mass(weights))
-        weights = _from(least, weights)
+        least = jnp.maximum(least, search(knobs.top_p * total))
+    weights = _from(least, weights)
     return weights if knobs.min_p is None else jnp.where(weights >= knobs.min_p, weights, 0.0)
 
 
-def pick(weights: Float[Array, "B V"], random: Float[Array, "B 2"]) -> Int[Array, " B"]:
-    """Draws an index in proportion to weights [B, V] by two-level inversion; never one of weight
-    0."""
-    block = _invert(_block_sums(weights), random[:, 0])
-    inside = jnp.take_along_axis(_blocks(weights), block[:, None, None], 1)[:, 0]
-    return block * BLOCK + _invert(inside, random[:, 1])
+def pick(
+    sums: Float[Array, "B blocks"],
+    inside: Callable[[Int[Array, " B"]], Float[Array, "B BLOCK"]],
+    random: Float[Array, "B 2"],
+) -> Int[Array, " B"]:
+    """Draws a token id in proportion to weights by two-level inversion; never one of weight 0.
+
+    Args:
+        sums: of the weights of each block of token ids.
+        inside: returns the weights of the ids in one block of each row.
+    """
+    block = _invert(sums, random[:, 0])
+    return block * BLOCK + _invert(inside(block), random[:, 1])
 
 
 def _invert(weights: Array, random: Array) -> Array:
@@ -245,9 +271,9 @@ def _blocks(x: Array, beyond: float = 0.0) -> Array:
     return padded.reshape(rows, -1, BLOCK)
 
 
-def _mass(weights: Array) -> Array:
-    """Sums weights [B, V] by their blocks, in the pass that computes these for the draw."""
-    return _block_sums(weights).sum(-1)
+def _inside(blocks: Array, block: Array) -> Array:
+    """Returns one block [B, BLOCK] of each row of blocks [B, blocks, BLOCK]."""
+    return jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
 
 
 def _block_sums(weights: Array) -> Array:

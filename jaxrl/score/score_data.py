@@ -187,8 +187,9 @@ def storage_error(
 @jax.jit
 def _kl(p: Array, q: Array, head: Array, scale: Array, softcap: Array | None) -> Array:
     """Computes the KL [n], nats, float32."""
-    whole = VocabShard(0, len(head), len(head), padded=False)
-    log_p, log_q = (jax.nn.log_softmax(whole.logits(x, head, scale, softcap)) for x in (p, q))
+    whole = VocabShard(0, len(head), len(head), padded=False, scale=scale)
+    logits = [whole.logits(x, head, softcap) for x in (p, q)]
+    log_p, log_q = (whole.logprobs(z, whole.normaliser(z)) for z in logits)
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
 
 

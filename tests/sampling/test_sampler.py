@@ -53,7 +53,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 def truncated(weights: jax.Array, knobs: Any) -> jax.Array:
     """`truncate` of weights [B, V]."""
     blocks = [weights[:, at : at + BLOCK].max(-1) for at in range(0, weights.shape[1], BLOCK)]
-    return truncate(lambda: weights, jnp.stack(blocks, -1), knobs)
+    return truncate(lambda: weights, jnp.stack(blocks, -1), weights.sum(-1), knobs)
 
 
 def chi_square(tokens: np.ndarray, p: np.ndarray) -> tuple[float, int]:
@@ -189,11 +189,18 @@ def test_pick_never_takes_a_weight_of_zero() -> None:
     rng = np.random.default_rng(4)
     weights = np.where(rng.random((64, 5000)) < 0.3, rng.random((64, 5000)) ** 20, 0.0)
     weights = weights.astype(np.float32)
+    blocks = np.pad(weights, ((0, 0), (0, -5000 % BLOCK))).reshape(64, -1, BLOCK)
+    rows = np.arange(64)
+
+    @jax.jit
+    def picked(random: jax.Array) -> jax.Array:
+        return pick(blocks.sum(-1), lambda block: jnp.asarray(blocks)[rows, block], random)
+
     edges = np.array([0.0, np.nextafter(np.float32(1), np.float32(0))], np.float32)
     for first in edges:
         for second in edges:
             random = np.tile(np.array([first, second]), (64, 1))
-            index = np.asarray(jax.jit(pick)(weights, random))
+            index = np.asarray(picked(random))
             assert (np.take_along_axis(weights, index[:, None], 1) > 0).all()
 
 

@@ -15,7 +15,13 @@ def log_softmax(logits: Array, temperature: float = 1.0) -> Array:
     given = np.asarray(logits)
     scaled = given.astype(np.result_type(given, np.float64)) / temperature
     scaled = scaled - scaled.real.max(-1, keepdims=True)
-    return scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
+    return scaled - log_sum(scaled)
+
+
+def log_sum(logs: Array) -> Array:
+    """The log of the sum of exponentials along the last dim, [..., 1]."""
+    peak = logs.real.max(-1, keepdims=True)
+    return peak + np.log(np.exp(logs - peak).sum(-1, keepdims=True))
 
 
 def jsd(student: Array, teacher: Array, beta: float) -> Array:
@@ -25,16 +31,16 @@ def jsd(student: Array, teacher: Array, beta: float) -> Array:
         return (p * (teacher - student)).sum(-1)
     if beta == 1:
         return (q * (student - teacher)).sum(-1)
-    m = np.log(beta * p + (1 - beta) * q)
+    m = log_sum(np.stack([teacher + np.log(beta), student + np.log(1 - beta)], -1))[..., 0]
     return beta * (p * (teacher - m)).sum(-1) + (1 - beta) * (q * (student - m)).sum(-1)
 
 
 def with_tail(logprobs: Array, ids: Array) -> Array:
     """Log-probs of the ids, and, last, the log of the probability of all the other tokens."""
-    others = np.exp(logprobs)
-    np.put_along_axis(others, ids, 0, -1)
+    others = logprobs.copy()
+    np.put_along_axis(others, ids, -np.inf, -1)
     chosen = np.take_along_axis(logprobs, ids, -1)
-    return np.concatenate([chosen, np.log(others.sum(-1, keepdims=True))], -1)
+    return np.concatenate([chosen, log_sum(others)], -1)
 
 
 def entropy_aware(student: Array, teacher: Array, term: Any) -> Array:
