@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +235,8 @@ def encode_completion(
         found = (*found, end)
         turns[-1] = replace(turns[-1], tokens=turns[-1].tokens + 1)
     prompt_tokens = _ids(tokenizer, split.prompt)
-    return Encoded(prompt_tokens, found, tuple(turns), split.generation, split.notes)
+    notes = (*split.notes, *_ends_as_text(chat, len(messages), ends))
+    return Encoded(prompt_tokens, found, tuple(turns), split.generation, notes)
 
 
 def _without_end(text: str, ends: Iterable[str]) -> str:
@@ -243,6 +244,20 @@ def _without_end(text: str, ends: Iterable[str]) -> str:
     written = text.rstrip()
     end = next((end for end in ends if end and written.endswith(end)), None)
     return text if end is None else written.removesuffix(end)
+
+
+def _ends_as_text(
+    chat: Sequence[Message], first: int, ends: Iterable[str]
+) -> Iterator[tuple[str, str]]:
+    """Yields notes of the learned messages whose content ends with what spells an end."""
+    for at, message in enumerate(chat):
+        text = str(message.get("content") or "").rstrip()
+        end = next((end for end in ends if end and text.endswith(end)), None)
+        if at >= first and message["role"] == "assistant" and end is not None:
+            why = (
+                f"message {at}: its content ends with {end!r}, which is learned as text, before the"
+            )
+            yield "end", f"{why} end that the template writes: remove it if it means that"
 
 
 def encode_after(tokenizer: Tokenizer, text: str, before: str = "") -> tuple[int, ...]:
@@ -489,8 +504,12 @@ def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     """Encodes a text as tokens as it is, including special ones that it spells out, but for those
     that a chat's text has marked (`data.spelled_tokens`)."""
     with _panics("cannot split", text):
-        if MARK in text:
+        if MARK in text and getattr(tokenizer, "backend_tokenizer", None) is not None:
             return encode_marked(tokenizer, text, turn_tokens(tokenizer))
+        if MARK in text:  # written in Python: parts of a spelling are none
+            first, *parts = text.split(MARK)
+            rest = (encode_after(tokenizer, part) for part in parts)
+            return (*_ids(tokenizer, first), *chain.from_iterable(rest))
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -14,7 +14,7 @@ from real_templates import templates, tokenizer_of
 from spelled_chats import FORMS, faults
 from tiny_tokenizer import CHATML, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.data.chat_template import holds_turns, turn_tokens, with_end_ids
@@ -242,3 +242,19 @@ def test_a_text_is_the_completion_only_where_there_is_no_prompt() -> None:
     ):
         with pytest.raises(UserError, match=re.escape(why)):
             to_example(row, keys, "row")
+
+
+def test_a_tokenizer_written_in_python_has_texts_too() -> None:
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.chat_template = LLAMA2.replace("bos_token", "''")
+    tokens = sorted(turn_tokens(tokenizer))
+    assert tokens == ["</s>", "<pad>"]
+    assert not list(faults(tokenizer, tokens, FORMS, ["</s>", "<pad>", "</s><pad>"]))
+
+
+def test_an_answer_that_ends_with_the_end_as_text_is_noted() -> None:
+    for content, noted in (("4<|im_end|>\n", True), ("<|im_end|> ends it", False)):
+        chat = [ASK, {"role": "assistant", "content": content}]
+        encoder = PromptEncoder(small(CHATML), 500, 500)
+        encoder.encode(to_example({"messages": chat}, Keys(), "row"), 0)
+        assert ("ends with '<|im_end|>'" in " ".join(encoder.noted.values())) is noted
