@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ def generate(
     seed: int = 0,
     stop: Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
+    tools: Sequence[JsonObject] = (),
+    chat_template_arguments: JsonObject | None = None,
 ) -> list[list[Completion]]:
     """Samples n completions of each prompt.
 
@@ -55,15 +58,19 @@ def generate(
         stop: strings that end a completion; its text is cut before, its tokens after them. One that
             closes a tag of the text, such as `</answer>`, stays in it.
         eos_ids: tokens that end a completion; None for the model's own, () for none.
+        tools: JSON schemas that the chat template shows in chats.
+        chat_template_arguments: what it reads besides, as in `{"enable_thinking": False}`.
 
     Returns:
         For each prompt, in order, a list of n `Completion`s: text, tokens, logprobs, finish_reason.
     """
     from jaxrl.checkpoint.model_source import Model, load_model
+    from jaxrl.config.settings import check_arguments
     from jaxrl.data.tokenizer import end_ids
     from jaxrl.run.generation import sample
     from jaxrl.run.python_objects import named
     from jaxrl.sampling.sampler import SamplingParams
+    from jaxrl.types import TemplateInputs
 
     for can, what, given in (
         ("__index__", "a whole number", {"n": n, "max_new_tokens": max_new_tokens, "seed": seed}),
@@ -89,7 +96,8 @@ def generate(
         eos_ids=tuple(eos_ids),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
     )
-    groups = sample(model, prompts, n=n, sampling=sampling, seed=seed)[0]
+    inputs = TemplateInputs(tuple(tools), check_arguments(chat_template_arguments or {}))
+    groups = sample(model, prompts, inputs, n=n, sampling=sampling, seed=seed)[0]
     return [[replace(one, tokens=tuple(one.tokens)) for one in group] for group in groups]
 
 
@@ -101,7 +109,8 @@ def main(argv: Sequence[str]) -> None:
     from jaxrl.run.generation import load_for_sampling, read_prompts, sample, write_lines
     from jaxrl.sampling.sampler import SamplingParams
 
-    prompts = read_prompts(arguments.prompt, arguments.prompts, arguments.chat)
+    shared = {} if arguments.chat_template_arguments is None else arguments.chat_template_arguments
+    prompts, inputs = read_prompts(arguments.prompt, arguments.prompts, arguments.chat, shared)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
     sampling = SamplingParams(
         **{name: getattr(arguments, name) for name in names}, stop=tuple(arguments.stop)
@@ -110,7 +119,7 @@ def main(argv: Sequence[str]) -> None:
     sampling = replace(sampling, eos_ids=end_ids(model.config.eos_ids, model.tokenizer))
     n, seed = arguments.n, arguments.seed
     before = compilations()
-    completions, stats = sample(model, prompts, n=n, sampling=sampling, seed=seed)
+    completions, stats = sample(model, prompts, inputs, n=n, sampling=sampling, seed=seed)
     lines = []
     for prompt, group in zip(prompts, completions, strict=True):
         for completion in group:
@@ -146,13 +155,34 @@ def _took(stats: EngineStats, compiled: Compilations) -> str:
     return f"{text}; decoding: {speed:,.0f} tokens/s in {stats.slots} slots"
 
 
+def _arguments(text: str) -> JsonObject:
+    """Reads a mapping of YAML or JSON. Raises ArgumentTypeError."""
+    import yaml
+
+    from jaxrl.config.settings import check_arguments
+
+    try:
+        given = yaml.safe_load(text)
+        if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+            raise UserError(f"{text!r} is no mapping of names, as in {{enable_thinking: false}}")
+        return check_arguments(given)
+    except (yaml.YAMLError, UserError) as error:
+        raise ArgumentTypeError(" ".join(str(error).split())) from None
+
+
 def _parser() -> cli.Parser:
     parser = cli.Parser("jaxrl.generate", DESCRIPTION)
     add = parser.add_argument
     add("model", metavar="MODEL", help="HF folder, hub id, .gguf file, run directory, ...")
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
-    add("--prompts", metavar="FILE.jsonl", help="rows with `prompt` (text) or `messages` (a chat)")
+    add("--prompts", metavar="FILE.jsonl", help="rows, as those of data.train")
     add("--chat", action="store_true", help="text prompts become a user's turn of a chat")
+    add(
+        "--chat-template-arguments",
+        type=_arguments,
+        metavar="MAPPING",
+        help="for the chat template of every prompt, as in '{enable_thinking: false}'",
+    )
     add("--n", type=int, default=1, help="completions of each prompt (default 1)")
     add("--max-new-tokens", type=int, default=64, help="most tokens of a completion (default 64)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")

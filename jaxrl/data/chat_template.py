@@ -24,7 +24,7 @@ from jinja2 import TemplateRuntimeError, meta
 
 from jaxrl.data.example import Message, is_learned
 from jaxrl.data.spelled_tokens import marked, unmarked
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, near
 from jaxrl.process.json_types import JsonObject
 from jaxrl.types import NO_INPUTS, TemplateInputs
 
@@ -701,17 +701,20 @@ def shows_tools(tokenizer: Any, messages: Sequence[Message], inputs: TemplateInp
     return render(tokenizer, messages, True, replace(inputs, tools=())) != text
 
 
-def names_read(tokenizer: Any, tools: bool = False) -> frozenset[str]:
-    """Returns the names that the template reads and does not make itself: what it can be given.
-
-    Args:
-        tools: of the template for chats with tools, where there are several.
-    """
-    return _names_read(tokenizer.get_chat_template(tools=[{}] if tools else None))
+def unread_arguments(tokenizer: Any, inputs: TemplateInputs) -> list[str]:
+    """Returns a note for each argument that the template does not read."""
+    read = _names_read(tokenizer.get_chat_template(tools=list(inputs.tools) or None))
+    return [
+        f"the chat template does not read its argument `{name}`{near(name, read)}: it changes"
+        " nothing (data.chat_template_arguments, or `chat_template_kwargs` of a row)"
+        for name in inputs.arguments
+        if name not in read
+    ]
 
 
 @lru_cache(16)
 def _names_read(template: str) -> frozenset[str]:
+    """Returns the names that a template reads and does not make itself."""
     return frozenset(meta.find_undeclared_variables(program(template).environment.parse(template)))
 
 

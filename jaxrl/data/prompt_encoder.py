@@ -20,9 +20,9 @@ from jaxrl.data.chat_template import (
     Unrendered,
     has_template,
     holds_turns,
-    names_read,
     opening_of,
     shows_tools,
+    unread_arguments,
     with_end_ids,
 )
 from jaxrl.data.example import Example, Message, is_learned
@@ -341,14 +341,8 @@ class PromptEncoder:
                 " a template that shows tools, write them into the system message, or set"
                 " data.tools_key=null"
             )
-        if inputs.arguments:
-            read = names_read(self.tokenizer, bool(inputs.tools))
-            for name in inputs.arguments.keys() - read:
-                self.noted.setdefault(
-                    f"argument {name}",
-                    f"the chat template does not read its argument `{name}`{near(name, read)}: it"
-                    " changes nothing",
-                )
+        for note in unread_arguments(self.tokenizer, inputs) if inputs.arguments else ():
+            self.noted.setdefault(note, note)
 
     @cached_property
     def lacks_rows(self) -> bool:

@@ -94,6 +94,12 @@ class RewardFunctions:
             max_processes=config.max_processes,
         )
 
+    def named_columns(self) -> tuple[set[str], bool]:
+        """Returns the columns that the functions' signatures name, and whether one takes all."""
+        facts = self.pool.facts()
+        named = {name for one in facts for name in (*one.needs, *one.takes)}
+        return named, any(one.takes_all for one in facts)
+
     def check(
         self, prompts: Sequence[Prompt], begun: bool = False, hidden: Collection[str] = ()
     ) -> list[str]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jaxrl.checkpoint.model_source import Model, resolve_model
 from jaxrl.config.schema import Config
+from jaxrl.data.chat_template import unread_arguments
+from jaxrl.data.example import Example
 from jaxrl.data.jsonl import JsonlFile
-from jaxrl.data.rows import check_role
+from jaxrl.data.rows import check_role, listed
 from jaxrl.data.tokenizer import PromptLike, as_messages, encode_prompt
-from jaxrl.errors import UserError, shown, user_path
+from jaxrl.errors import UserError, short, shown, user_path
 from jaxrl.models import parameters
 from jaxrl.models.batching import bucket
 from jaxrl.models.kernels import try_kernels
@@ -20,7 +24,7 @@ from jaxrl.sampling.engine import NARROWEST, Engine, EngineStats
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import ensure_devices, role_mesh
-from jaxrl.types import Completion
+from jaxrl.types import NO_INPUTS, Completion, TemplateInputs
 
 MAX_SLOTS = 64
 """Completions decoded side by side, at most."""
@@ -53,10 +57,20 @@ def load_for_sampling(name: str, devices: int, tensor: int, dtype: str) -> Model
 
 
 def sample(
-    model: Model, prompts: Sequence[PromptLike], *, n: int, sampling: SamplingParams, seed: int
+    model: Model,
+    prompts: Sequence[PromptLike],
+    inputs: Sequence[TemplateInputs] | TemplateInputs = NO_INPUTS,
+    *,
+    n: int,
+    sampling: SamplingParams,
+    seed: int,
 ) -> tuple[list[list[Completion]], EngineStats]:
     """Samples n completions of each prompt, as `jaxrl.generate` gives them; also returns what they
-    took."""
+    took.
+
+    Args:
+        inputs: what the chat template reads with each prompt, or with all of them.
+    """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         example = prompts if isinstance(prompts, str) else "2+3="
         raise UserError(f"prompts={prompts!r}: give a list of prompts, as in [{example!r}]")
@@ -67,7 +81,16 @@ def sample(
                 raise UserError(f"prompt {number}: {shown(message)} is no message of a chat")
             check_role(str(message.get("role")), f"prompt {number}")
     tokenizer = model.tokenizer
-    tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    each = [inputs] * len(prompts) if isinstance(inputs, TemplateInputs) else inputs
+    pairs = list(zip(prompts, each, strict=True))
+    tokens = [encode_prompt(tokenizer, prompt, given) for prompt, given in pairs]
+    for note in dict.fromkeys(
+        note
+        for prompt, given in pairs
+        if given.arguments and as_messages(prompt) is not None
+        for note in unread_arguments(tokenizer, given)
+    ):
+        to_stderr(note)
     if not tokens:
         return [], EngineStats()
     engine = _engine(model, max(map(len, tokens)), sampling.max_new_tokens, len(tokens) * n)
@@ -103,18 +126,39 @@ def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine
     )
 
 
-def read_prompts(texts: Sequence[str], path: str | None, chat: bool) -> list[PromptLike]:
-    """Reads the prompts: the texts and the rows of a file; with `chat` each text is a user's
-    turn."""
-    prompts: list[PromptLike] = list(texts)
+def read_prompts(
+    texts: Sequence[str], path: str | None, chat: bool, arguments: Mapping[str, Any]
+) -> tuple[list[PromptLike], list[TemplateInputs]]:
+    """Reads the prompts, and what the chat template reads with each: the texts, and the rows of a
+    file with their system messages, tools and arguments.
+
+    Args:
+        chat: whether each text is a user's turn.
+        arguments: for the chat template of each prompt; those of a row come before them.
+    """
+    examples = [Example(text) for text in texts]
     if path is not None:
         file = JsonlFile(user_path(path), label="--prompts")
-        prompts += [file[i].prompt for i in range(len(file))]
-    if not prompts:
+        examples += [file[i] for i in range(len(file))]
+    if not examples:
         raise UserError("no prompt: give --prompt TEXT or --prompts FILE.jsonl")
-    if not chat:
-        return prompts
-    return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+    prompts, inputs = list[PromptLike](), list[TemplateInputs]()
+    for one in examples:
+        prompt = one.prompt
+        if chat and isinstance(prompt, str):
+            system = [] if one.system is None else [{"role": "system", "content": one.system}]
+            prompt = (*system, {"role": "user", "content": prompt})
+        own = one.inputs or NO_INPUTS
+        lost = [name for name, value in (("tools", own.tools), ("system", one.system)) if value]
+        if isinstance(prompt, str) and (lost or own.arguments or arguments):
+            what = listed(lost) if lost else "chat template arguments"
+            raise UserError(
+                f"the prompt {short(repr(prompt))} is text, which has no place for {what}: --chat"
+                " makes it a user's turn"
+            )
+        prompts.append(prompt)
+        inputs.append(replace(own, arguments={**arguments, **own.arguments}))
+    return prompts, inputs
 
 
 def write_lines(option: str, path: Path, lines: Sequence[str]) -> None:

@@ -25,10 +25,12 @@ from jaxrl.checkpoint.fingerprint import (
     digest_weights,
 )
 from jaxrl.checkpoint.model_source import ModelSource, resolve_model, resolve_student
+from jaxrl.config.roles import template_names
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.chat_template import dated, opening_of, with_end_ids
+from jaxrl.data.columns import unread_notes
 from jaxrl.data.example import Example, Split
 from jaxrl.data.prompt_encoder import (
     PLACES,
@@ -37,7 +39,7 @@ from jaxrl.data.prompt_encoder import (
     few_shot,
     hidden_columns,
 )
-from jaxrl.data.rows import Keys
+from jaxrl.data.rows import OPTIONAL, Keys, column_of
 from jaxrl.data.source import Rows, Source, is_missing, is_split_here, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream, eval_sets
 from jaxrl.data.token_alignment import Aligner, ModelTokenizer
@@ -634,8 +636,7 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     prompts = [prompt.to_sample for prompt in train.batch(0)]
     prompts += (prompt for one in held_out for prompt in one.prompts)
     notes: list[str | None] = [*token_note]
-    own = set(source.columns).difference(keys(config).named)
-    notes += _check_code(config, given, train.batch(0), own)
+    notes += _check_code(config, given, train.batch(0), source.columns)
     if config.learns_from_rewards:
         if config.reward.model is not None:
             tokenizer_of_reward(open_reward(config.reward.model))
@@ -669,19 +670,21 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
 
 
 def _check_code(
-    config: Config, given: PythonObjects, prompts: Sequence[Prompt], own: Collection[str] = ()
+    config: Config, given: PythonObjects, prompts: Sequence[Prompt], columns: Sequence[str] = ()
 ) -> list[str]:
     """Loads the environment and the reward functions, and tries these on the prompts, if there are
     any; returns notes on them and on the objective.
 
     Args:
-        own: columns of the data that no key names.
+        columns: of `data.train`; those that nothing reads are noted.
     """
     begun, notes = False, list[str]()
+    named, passed_to = {"task", "entry", "options"}, list[str]()
     if config.environment.name is not None:
         with pool_of(config, 1, given.code) as pool:
             environment = pool.facts()
         begun = environment.resets
+        passed_to.append("the environment")
         if config.teacher.prompt is not None and (begun or environment.tools):
             raise UserError(
                 f"teacher.prompt changes the rows' prompts, and {config.environment.name} makes"
@@ -694,11 +697,36 @@ def _check_code(
             if config.spec.loss is not None:
                 notes += objective_notes(config)
         with closing(reward_functions(config, given.code)) as rewards:
+            asked, takes_all = rewards.named_columns()
+            named |= asked
+            passed_to += ["reward functions"] if takes_all else []
             if prompts:
+                own = set(columns).difference(keys(config).named)
                 notes += rewards.check(prompts, begun, hidden_columns(prompts, own))
             else:
                 rewards.pool.facts()
-    return notes
+    return [*notes, *_column_notes(config, columns, named, " and ".join(passed_to))]
+
+
+def _column_notes(
+    config: Config, columns: Sequence[str], named: Collection[str], passed_to: str
+) -> list[str]:
+    """Returns notes on columns that are read for chat templates, and on those that nothing reads.
+
+    Args:
+        named: columns that code names.
+        passed_to: who gets all of them.
+    """
+    known, notes = keys(config), list[str]()
+    shown = {getattr(known, of): key for of, key in OPTIONAL.items()}
+    found = {name: key for name, key in shown.items() if name is not None and name in columns}
+    if found:
+        names = ", ".join(f"`{name}` ({key})" for name, key in found.items())
+        notes.append(f"data.train: read for the chat template: {names}")
+    read = {*named, *template_names(config.teacher.prompt or "")}
+    for name in (*known.named, known.text, config.data.teacher_key):
+        read |= {name or "", column_of(name, columns) or ""}
+    return notes + unread_notes("data.train", columns, read, passed_to)
 
 
 def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], Sequence[str]]:
@@ -735,11 +763,12 @@ def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> 
     if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
         return make_job(config, given).data_notes()
     _check_keys(config)
-    notes, prompts = [], list[Prompt]()
+    notes, prompts, columns = [], list[Prompt](), tuple[str, ...]()
     for label, sources, split in _data_sources(config):
         if here[label]:
             rows = open_source(here[label], config.seed, split, keys(config), label, given.rows)
             if label == "data.train":
+                columns = rows.columns
                 prompts += map(_untokenized, (rows[i] for i in range(min(len(rows), FIRST_ROWS))))
         missing = [text for text in sources if text not in here[label] and data_name(text) is None]
         if missing:
@@ -749,7 +778,7 @@ def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> 
     else:
         student, tokenizer, eos_ids, _ = _student(config)
         find_teachers(config, student, tokenizer, eos_ids)
-    return [*notes, *_check_code(config, given, prompts)]
+    return [*notes, *_check_code(config, given, prompts, columns)]
 
 
 def _untokenized(example: Example) -> Prompt:

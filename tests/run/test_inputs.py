@@ -309,7 +309,8 @@ def test_tools_that_no_prompt_shows_are_a_line(
     file = rows(tmp_path, PLAIN, {**PLAIN, "tools": [TOOL]}, PLAIN)
     chat = "data.chat=raw" if template else "data.chat=auto"
     job = make_job(config_of(folder, file, *SFT, "data.tools_key=tools", chat))
-    (note,) = [note for note in job.data_notes() if "`tools`" in note]
+    named, note = (note for note in reversed(job.data_notes()) if "`tools`" in note)
+    assert named == "data.train: read for the chat template: `tools` (data.tools_key)"
     assert "rows.jsonl:2: its prompt is text, which shows no `tools`" in note
     assert ("data.chat=raw" in note) == template
     for keys in (["data.tools_key=null", chat], ["data.tools_key=tools", "data.chat=auto"]):
