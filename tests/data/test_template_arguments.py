@@ -14,7 +14,7 @@ from jaxrl.data.columns import COLUMNS, WORDS, table, unread_notes
 from jaxrl.data.example import Example, is_learned
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import Keys, to_example
-from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.data.tokenizer import TurnEncoder, encode_prompt
 from jaxrl.errors import UserError
 from jaxrl.run.generation import read_prompts
 from jaxrl.types import TemplateInputs
@@ -191,3 +191,15 @@ def test_columns_that_nothing_reads_are_named_or_counted() -> None:
     (note,) = unread_notes("data.train", ["id"], (), "reward functions")
     assert note == "data.train: 1 other column is passed to reward functions alone: `id`"
     assert not unread_notes("data.train", WORDS, WORDS, "")
+
+
+def test_an_episode_goes_on_with_its_arguments() -> None:
+    tokenizer = tiny_tokenizer(QWEN3)
+    said, given = ({"role": "user", "content": "more"},), {"enable_thinking": False}
+    plain, asked = (
+        tokenizer.decode(
+            TurnEncoder(tokenizer).after(said, eos=None, chat=True, inputs=TemplateInputs((), x))
+        )
+        for x in ({}, given)
+    )
+    assert asked == plain + "<think>\n\n</think>\n\n"
