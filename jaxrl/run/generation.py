@@ -145,6 +145,10 @@ def read_prompts(
     prompts, inputs = list[PromptLike](), list[TemplateInputs]()
     for one in examples:
         prompt = one.prompt
+        if not prompt and one.document:
+            raise UserError(
+                f"--prompts {path}: a row has a `text` and no prompt: rename it to `prompt`"
+            )
         if chat and isinstance(prompt, str):
             system = [] if one.system is None else [{"role": "system", "content": one.system}]
             prompt = (*system, {"role": "user", "content": prompt})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from jaxrl.data.rows import Keys, to_example
 from jaxrl.data.spelled_tokens import encode_marked
 from jaxrl.data.tokenizer import decode_text, encode_prompt, load_tokenizer
 from jaxrl.errors import UserError
+from jaxrl.run.generation import read_prompts
 
 LLAMA2 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
@@ -258,3 +260,10 @@ def test_an_answer_that_ends_with_the_end_as_text_is_noted() -> None:
         encoder = PromptEncoder(small(CHATML), 500, 500)
         encoder.encode(to_example({"messages": chat}, Keys(), "row"), 0)
         assert ("ends with '<|im_end|>'" in " ".join(encoder.noted.values())) is noted
+
+
+def test_a_row_of_text_is_no_prompt_to_generate_from(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "t"}')
+    for chat in (True, False):
+        with pytest.raises(UserError, match="a row has a `text` and no prompt: rename it"):
+            read_prompts([], str(tmp_path / "rows.jsonl"), chat, {})
