@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import re
 import shutil
 import sys
 import threading
@@ -92,10 +93,25 @@ def load_arrays(path: Path, abstract: Mapping[str, Tree]) -> dict[str, Tree]:
     Args:
         abstract: trees of `jax.ShapeDtypeStruct` with shardings; None for plain numbers. Trees
             that are not named are not read.
+
+    Raises:
+        UserError: an array there has another shape, as the state of an optimizer that another
+            version of jaxrl wrote.
     """
     from orbax.checkpoint import v1 as orbax
 
-    return orbax.load_checkpointables(path.resolve(), dict(abstract))
+    try:
+        return orbax.load_checkpointables(path.resolve(), dict(abstract))
+    except Exception as error:
+        message = f"{error} {error.__cause__ or error.__context__}"
+        shapes = re.search(r"Requested shape: (\(.*?\)) .*? stored shape: (\(.*?\))", message)
+        if shapes is None:
+            raise
+        raise UserError(
+            f"{path}: an array of the checkpoint has the shape {shapes[2]}, this run needs"
+            f" {shapes[1]}: another version of jaxrl kept the state of its optimizer in other"
+            f" shapes; begin a run from its weights, with student.model={path.parent}"
+        ) from error
 
 
 class _Abandoned(Exception):

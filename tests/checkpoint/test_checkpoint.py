@@ -19,7 +19,14 @@ from tiny_models import random_params
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.store import Damaged, Manifest
-from jaxrl.checkpoint.writer import CheckpointWriter, Saving, load_rollout, save_rollout
+from jaxrl.checkpoint.writer import (
+    CheckpointWriter,
+    Saving,
+    load_arrays,
+    load_rollout,
+    save_arrays,
+    save_rollout,
+)
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
@@ -554,3 +561,12 @@ def test_a_writer_that_was_abandoned_touches_and_tells_nothing(
     assert not writer._thread.is_alive() and not lines and writer.newest is None
     assert [store.read(path).step for path in store.folders(tmp_path)] == [6, 3]
     store.verify(theirs)
+
+
+def test_a_state_of_other_shapes_is_refused_with_both(tmp_path: Path) -> None:
+    """As of an optimizer that an earlier version kept in other shapes."""
+    whole = jax.device_put(np.ones((4, 3), np.float32), jax.devices()[0])
+    save_arrays(tmp_path / "3" / "actor", {"opt_state": {"v": whole}}).wait()
+    wanted = jax.ShapeDtypeStruct((1,), np.float32, sharding=whole.sharding)
+    with pytest.raises(UserError, match=r"has the shape \(4, 3\), this run needs \(1,\)"):
+        load_arrays(tmp_path / "3" / "actor", {"opt_state": {"v": wanted}})
