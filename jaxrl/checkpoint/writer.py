@@ -69,6 +69,10 @@ class Saving:
             raise self._failed
 
 
+FAR_S = 10**9
+"""Seconds, beyond any jump of a clock."""
+
+
 def save_arrays(path: Path, items: Mapping[str, Tree]) -> Saving:
     """Writes named trees (of `jax.Array`, or of plain numbers) to the new folder `path`.
 
@@ -82,7 +86,12 @@ def save_arrays(path: Path, items: Mapping[str, Tree]) -> Saving:
         if not isinstance(sys.unraisablehook, _QuietLateWrites):
             sys.unraisablehook = _QuietLateWrites(sys.unraisablehook)
         path.parent.mkdir(parents=True, exist_ok=True)  # else Orbax leaves threads that wait
-        return Saving(orbax.save_checkpointables_async(path.resolve(), dict(items)).result)
+        # Orbax compares times of day, which may jump; `deadlines.checkpoint` bounds the wait.
+        steady = orbax.options.AsyncOptions(
+            timeout_secs=FAR_S, create_directories_asynchronously=False
+        )
+        with orbax.Context(async_options=steady):
+            return Saving(orbax.save_checkpointables_async(path.resolve(), dict(items)).result)
     except Exception as error:
         return Saving(failed=error)
 

@@ -439,10 +439,11 @@ class GrouperConfig(FrozenConfig):
     the sum of its similarities to all, itself included (DRA-GRPO, arXiv 2505.09655); mmr takes the
     score at which maximal marginal relevance picks the completion (arXiv 2601.09085)."""
     std_scope: Literal["cluster", "prompt", "none"] = "cluster"
-    """Standard deviation that divides the advantages of `grouper.use` subgroup and blend: of the
-    cluster (the advantages of two unequal rewards are then always +-0.707), of the prompt, or none.
-    If `policy.scale_by_std` or the algorithm (such as dr_grpo) does not divide, nothing is divided
-    here either."""
+    """Standard deviation that divides the advantages within clusters, of `grouper.use` subgroup and
+    blend: of the cluster (the advantages of two unequal rewards are then always +-0.707) or of the
+    prompt. The advantages within prompts, of the other uses and of blend, are divided by that of
+    the prompt. none: nothing is divided, whatever the use. If `policy.scale_by_std` or the
+    algorithm (such as dr_grpo) does not divide, nothing is divided here either."""
     alpha: NonNegative = 0.5
     """use=blend: weight of the cluster's advantage against the prompt's (0 to 1). use=size_weight:
     exponent of the cluster's size."""

@@ -297,7 +297,8 @@ class OptimizerConfig(Section):
     as made."""
     warmup_steps: Count = 10
     """Optimizer updates over which the learning rate rises linearly to its peak. A step (one batch)
-    counts as `actor.minibatches` times `actor.epochs_per_batch` of them."""
+    counts as `actor.minibatches` times `actor.epochs_per_batch` of them. A shorter run ends below
+    the peak, and says so."""
     min_lr_ratio: Fraction = 0.0
     """With the schedules linear and cosine: fraction of the peak to which the learning rate falls.
     It would have that value at the update after the last one."""

@@ -265,6 +265,11 @@ class _Opener:
 
     def file(self, path: Path) -> Part:
         name = str(path)
+        if path.exists() and not path.is_file():
+            raise UserError(
+                f"{self.label}: {name}: this is a pipe or a device; rows are read again during the"
+                " run, so write them into a file"
+            )
         if name.endswith(".parquet"):
             return TablePart(name, lambda: ParquetReader(name, self.cache), self.keys, self.label)
         opened = {".jsonl": JsonlFile, ".json": open_json, ".csv": open_csv}

@@ -27,6 +27,7 @@ from jaxrl.data.example import Message, is_learned
 from jaxrl.data.spelled_tokens import MARK, encode_marked
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
+from jaxrl.models.bert import read_json
 from jaxrl.types import NO_INPUTS, Prompt, TemplateInputs, Turn
 
 Tokenizer = Any
@@ -38,6 +39,7 @@ _BORDERS = ("\n", "0", "|", "x")
 not there."""
 _OF_GGUF = "; of a GGUF file, in those of the folder that `jaxrl export FILE.gguf FOLDER` writes"
 _MOST_GROWTH = 1024
+_MOST_ID = 2**24 - 1
 _SHOWN = 5
 """Differing ids that an error names; the others are counted."""
 
@@ -68,6 +70,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # take seconds
 
     whole = (place / hf.TOKENIZER).is_file()
+    _check_ids(place)
     try:
         with _panics("cannot be read"):
             loaded = (PreTrainedTokenizerFast if whole else AutoTokenizer).from_pretrained(
@@ -83,6 +86,35 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
             f" most {_MOST_GROWTH} times are allowed: is tokenizer.json damaged?"
         )
     return loaded
+
+
+def _check_ids(folder: Path) -> None:
+    """Refuses ids far beyond any vocabulary, for which transformers makes lists as long."""
+    for name in (hf.TOKENIZER, hf.TOKENIZER_CONFIG, "vocab.json", "added_tokens.json"):
+        file = folder / name
+        for token, number in _ids_in(name, read_json(file)) if file.is_file() else ():
+            if isinstance(number, int) and not 0 <= number <= _MOST_ID:
+                raise UserError(
+                    f"tokenizer: {file}: the token {short(repr(token))} has the id"
+                    f" {short(str(number))}; ids are from 0 to {_MOST_ID}: is the file damaged?"
+                )
+
+
+def _ids_in(name: str, raw: dict[str, Any]) -> Iterator[tuple[object, object]]:
+    """Yields the tokens in a tokenizer's file with their ids, whatever is there in their place."""
+
+    def items(value: object) -> Iterable[tuple[str, Any]]:
+        return value.items() if isinstance(value, dict) else ()
+
+    if name == hf.TOKENIZER:
+        yield from items(dict(items(raw.get("model"))).get("vocab"))
+        added = raw.get("added_tokens")
+        yield from ((t.get("content"), t.get("id")) for t in added or () if isinstance(t, dict))
+    elif name == hf.TOKENIZER_CONFIG:
+        added = items(raw.get("added_tokens_decoder"))
+        yield from ((token, int(number)) for number, token in added if number.isdecimal())
+    else:
+        yield from items(raw)
 
 
 def _growth(tokenizer: Tokenizer) -> float:

@@ -36,6 +36,7 @@ from jaxrl.plan.table import Plan
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.process.json_types import Keywords
+from jaxrl.roles.optimizer import warmup_note
 from jaxrl.roles.reward import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
@@ -245,6 +246,7 @@ def build(
         *_mesh_notes(m),
         *_checkpoint_notes(config, student, here=limit_gb is None),
         *_compute_notes(asked, run, inputs),
+        warmup_note(config.optimizer, config.steps * config.updates_per_batch),
         *_sampling_notes(m),
         *transfer_notes(m),
         *(host.note([pool.bytes for pool in pools]) for host in hosts),

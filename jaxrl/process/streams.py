@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import select
 import shutil
 import sys
@@ -13,6 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
+from jaxrl.errors import UserError, counted
+
+LEAST_FILES, MOST_FILES = 128, 65536
+"""Files that a run may have open at once: a checkpoint of the quickstart takes about 40."""
 LOST = (OSError, ValueError)
 """What a stream raises that is gone: a ValueError is of a closed file."""
 
@@ -78,6 +83,23 @@ def fill_missing() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+
+
+def raise_file_limit() -> None:
+    """Lets this process, and those that it starts, open as many files as the host allows.
+
+    Raises:
+        UserError: these are fewer than a run needs, which could not write its checkpoints.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if allowed < LEAST_FILES:
+        raise UserError(
+            f"this process may open {counted(allowed, 'file')} at once (ulimit -Hn); a run needs at"
+            f" least {LEAST_FILES}: raise the limit of the shell or container that starts it"
+        )
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def has_reader(stream: IO[str]) -> bool:

@@ -79,6 +79,18 @@ COSTLY: dict[str, tuple[tuple[str, ...], str]] = {
 """Flag of XLA, often found in recipes of other programs -> values that cost nothing here, and what
 others cost. Where a number stands, it is of programs compiled for H100 and H200
 (docs/troubleshooting.md)."""
+_TRANSFERS = (
+    (None, "allow", "log", "log_explicit"),
+    "batches go to the devices without a call that says so",
+)
+SETTINGS: dict[str, tuple[tuple[object, ...], str]] = {
+    "jax_enable_x64": ((False,), "models are computed in at most 32 bits"),
+    "jax_numpy_dtype_promotion": (("standard",), "the optimizers mix dtypes"),
+    "jax_transfer_guard": _TRANSFERS,
+    "jax_transfer_guard_host_to_device": _TRANSFERS,
+    "jax_transfer_guard_device_to_device": _TRANSFERS,
+}
+"""Setting of jax -> the values with which a run works, and why no others."""
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=86400"
 """XLA's CPU runtime ends the process, and saves nothing, once a device has waited 40 s for another
 in a collective, which on loaded cores may only be slow. A run's own deadlines are named, longer and
@@ -100,6 +112,22 @@ def exclude_nondeterministic() -> None:
             " nothing before the run; on a CPU leave deterministic=false, for every run is"
             " deterministic"
         )
+
+
+def check_jax_settings() -> None:
+    """Refuses settings of jax, from the environment or this process, with which no run works.
+
+    Raises:
+        UserError: with the setting, the reason and the way out.
+    """
+    for name, (working, why) in SETTINGS.items():
+        value = getattr(jax.config, name)
+        value = getattr(value, "value", value)  # of an enum
+        if value not in working:
+            raise UserError(
+                f"jax is set to {name}={value}, but {why}: unset {name.upper()}, or in Python"
+                f" jax.config.update({name!r}, {working[0]!r})"
+            )
 
 
 def user_flag_notes() -> list[str]:

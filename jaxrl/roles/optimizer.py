@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from jaxrl.config.settings import OptimizerConfig
+from jaxrl.errors import counted
 from jaxrl.models.lora import NAMES
 from jaxrl.types import Array, Tree
 
@@ -30,9 +31,11 @@ def learning_rate(config: OptimizerConfig, updates: int) -> Schedule:
     """Returns the learning rate as a function of the number of updates planned before; it reaches
     its end at `updates`.
 
-    Rises linearly from peak / (warmup_steps + 1), so that no update is wasted at rate 0.
+    Rises linearly from peak / (warmup_steps + 1), so that no update is wasted at rate 0. The
+    warm-up is never shortened: the rate of an update does not depend on the length of the run,
+    which a resume may change.
     """
-    peak, warmup = config.learning_rate, min(config.warmup_steps, max(updates - 1, 0))
+    peak, warmup = config.learning_rate, config.warmup_steps
     rest, end = max(updates - warmup, 1), config.learning_rate * config.min_lr_ratio
     shapes: dict[str, Callable[[], Schedule]] = {
         "constant": lambda: optax.constant_schedule(peak),
@@ -44,6 +47,19 @@ def learning_rate(config: OptimizerConfig, updates: int) -> Schedule:
         return after
     before = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     return optax.join_schedules([before, after], [warmup])
+
+
+def warmup_note(config: OptimizerConfig, updates: int) -> str | None:
+    """Returns a note where a run of so many updates ends before its learning rate reaches the
+    peak, else None."""
+    if updates > config.warmup_steps or config.learning_rate == 0:
+        return None
+    last = config.learning_rate * updates / (config.warmup_steps + 1)
+    return (
+        f"optimizer.warmup_steps={config.warmup_steps}: the run ends within its warm-up, after"
+        f" {counted(updates, 'update')}; the learning rate reaches {last:.3g} of"
+        f" {config.learning_rate:g}"
+    )
 
 
 def schedule_at(state: Tree, number: jax.Array) -> Tree:

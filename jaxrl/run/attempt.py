@@ -30,10 +30,11 @@ from jaxrl.plan import make_plan, target_plan
 from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE, Plan, plan_json
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.interrupt import Interrupt, Interrupted
-from jaxrl.process.streams import terminal_width
+from jaxrl.process.streams import raise_file_limit, terminal_width
 from jaxrl.process.waiting import to_say
 from jaxrl.process.xla_flags import (
     TUNED_DIR,
+    check_jax_settings,
     exclude_nondeterministic,
     keep_autotuning,
     user_flag_notes,
@@ -90,6 +91,7 @@ def plan_run(config: Config, target: TargetMachine | None = None) -> Plan:
         target: the machine to plan for; None: this one, or the cluster of `launcher`.
     """
     dated, roles = with_date(config), needed_roles(config)
+    check_jax_settings()
     if target is not None:
         return target_plan(dated, roles, target)
     plan = make_plan(dated, roles, devices_for(config))
@@ -123,6 +125,7 @@ def checks(
 
 def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Plan]:
     """Checks everything that can be checked before a weight is read, the cheapest first."""
+    raise_file_limit()
     check_trackers(config.logging)
     run_dir, kept = check_run_dir(config), None
     if config.deterministic:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import IO
 
@@ -30,6 +29,7 @@ from jaxrl.errors import RunError, UserError, move_aside
 from jaxrl.formats import hf, peft
 from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
+from jaxrl.telemetry.lines import time_stamp
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, read_metrics
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 
@@ -144,7 +144,7 @@ def provenance() -> dict[str, str]:
     if arguments and Path(arguments[0]).name == "jaxrl":
         program, *arguments = arguments
     return {
-        "at": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "at": time_stamp(),
         "host": socket.gethostname(),
         "version": ", ".join(about),
         "command": shlex.join([Path(program).name, *arguments]),

@@ -19,7 +19,11 @@ from jax.sharding import AxisType, Mesh
 from jaxrl.errors import UserError, counted
 from jaxrl.process.compile_cache import compile_unordered_programs_again
 from jaxrl.process.gpu_memory import take_share
-from jaxrl.process.xla_flags import ignore_absent_accelerators, wait_for_slow_devices
+from jaxrl.process.xla_flags import (
+    check_jax_settings,
+    ignore_absent_accelerators,
+    wait_for_slow_devices,
+)
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 from jaxrl.sharding.placement import Placement, device_list
 from jaxrl.types import Tree
@@ -70,6 +74,7 @@ def ensure_devices(needed: int) -> Visible:
     Raises:
         UserError: fewer than `needed`, with the reason and the way out.
     """
+    check_jax_settings()
     asked = _count_asked_for()
     late = False
     if asked is None:  # harmless where there is an accelerator: only the CPU backend reads it

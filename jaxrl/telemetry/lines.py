@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import IO, Self
@@ -212,6 +212,15 @@ class LineFile:
         return size
 
 
+def time_stamp() -> str:
+    """Formats the local time with its offset from UTC; UTC where TZ has an offset of a day or more,
+    with which Python does not compute."""
+    now = datetime.now(UTC)
+    with suppress(ValueError):
+        now = now.astimezone()
+    return now.isoformat(timespec="seconds")
+
+
 class RunLog(LineFile):
     """Appends messages; a resumed run adds to what is there."""
 
@@ -222,7 +231,7 @@ class RunLog(LineFile):
 
     def write(self, text: str) -> None:
         """Writes one message, lines after the first indented; drops it if the log is closed."""
-        stamp = datetime.now().astimezone().isoformat(timespec="seconds")
+        stamp = time_stamp()
         first, *rest = text.splitlines() or [""]
         lines = [f"{stamp} {first}", *(f"{'':{len(stamp)}} {line}" for line in rest)]
         self.append([line.rstrip() for line in lines])

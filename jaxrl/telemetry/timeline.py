@@ -17,14 +17,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import IO, Self
 
 from jaxrl.process.json_types import parse_json
 from jaxrl.process.streams import to_stderr
 from jaxrl.runtime.worker import Times, WorkerState
-from jaxrl.telemetry.lines import LineFile
+from jaxrl.telemetry.lines import LineFile, time_stamp
 
 TIMELINE_FILE = "timeline.json"
 
@@ -90,7 +89,7 @@ class Timeline:
         self._file = LineFile(path, notify, self._keep if after_resume else None, tail=CLOSE)
         if not self._file.size:
             self._file.append(FIRST_LINES)
-        started = datetime.now().astimezone().isoformat(timespec="seconds")
+        started = time_stamp()
         args = {"at": started, "pid": os.getpid()}
         ts = int((now - self._zero) * 1e6)
         self._add("i", BEGUN[self._zero < now], 0, s="g", ts=ts, args=args)

@@ -548,6 +548,26 @@ def test_a_normalizer_that_doubles_is_refused(tmp_path: Any) -> None:
         assert load_tokenizer(tmp_path) is not None
 
 
+@pytest.mark.parametrize("number", [2**24, 2**31, 10**30])
+@pytest.mark.parametrize("file", ["vocab", "added", "config", "vocab.json", "added_tokens.json"])
+def test_ids_beyond_any_vocabulary_are_refused(tmp_path: Any, file: str, number: int) -> None:
+    """transformers would make lists of so many tokens, deaf to Ctrl-C."""
+    tiny_tokenizer().save_pretrained(tmp_path)
+    whole, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    raw, settings = json.loads(whole.read_text()), json.loads(config.read_text())
+    if file == "vocab":
+        raw["model"]["vocab"]["strange"] = number
+    elif file == "added":
+        raw["added_tokens"].append(raw["added_tokens"][0] | {"content": "strange", "id": number})
+    elif file == "config":
+        settings["added_tokens_decoder"] = {str(number): {"content": "strange"}}
+    else:
+        (tmp_path / file).write_text(json.dumps({"strange": number}))
+    whole.write_text(json.dumps(raw)), config.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=rf"'?strange.* has the id {number}; ids are from 0 to"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_regular_expression_that_backtracks_is_a_clear_error(tmp_path: Any) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

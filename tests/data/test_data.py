@@ -435,7 +435,7 @@ def test_load_tokenizer(tmp_path):
     assert loaded.get_vocab() == TINY.get_vocab()
     assert (loaded.eos_token_id, loaded.chat_template) == (EOS, CHATML)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="tokenizer.json: not valid JSON"):
         load_tokenizer(tmp_path)
     with pytest.raises(UserError, match="no such file or folder"):
         load_tokenizer(tmp_path / "none")

@@ -5,6 +5,7 @@ way in which they can be bad is told with its place.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path, PurePath
@@ -455,3 +456,18 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch):
     for spec in (parquet, saved):
         text = told(spec)
         assert spec in text and "needs the extra `data`: pip install 'jaxrl[data]'" in text
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+@pytest.mark.parametrize("how", ["itself", "link", "folder"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, suffix: str, how: str) -> None:
+    """Rows are read again in the run; a pipe gives them once, and one without a writer never."""
+    pipe = tmp_path / "data" / f"train{suffix}"
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    spec = pipe.parent if how == "folder" else pipe
+    if how == "link":
+        spec = tmp_path / f"link{suffix}"
+        spec.symlink_to(pipe)
+    with pytest.raises(UserError, match="this is a pipe or a device|holds no .jsonl"):
+        open_source(str(spec))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ import pytest
 from cases import and_slow
 
 from jaxrl.config.settings import LoggingConfig
-from jaxrl.process.streams import Output
+from jaxrl.errors import UserError
+from jaxrl.process.streams import Output, raise_file_limit
 from jaxrl.run.reporting import Notifier
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.lines import RunLog
@@ -173,3 +175,29 @@ def test_a_worker_that_still_computes_at_the_end_does_not_abort_the_process() ->
     )
     assert done.returncode == 130 and done.stderr.strip().endswith("interrupted")
     assert time.monotonic() - begun < 300
+
+
+@pytest.mark.parametrize(
+    ("limits", "after"),
+    [
+        ((1024, 4096), (4096, 4096)),
+        ((1024, resource.RLIM_INFINITY), (65536, resource.RLIM_INFINITY)),
+        ((4096, 4096), None),
+        ((10**6, 10**6), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+        ((128, 128), None),
+        ((32, 127), "may open 127 files at once .ulimit -Hn.; a run needs at least 128"),
+        ((1, 1), "may open 1 file at once"),
+    ],
+)
+def test_a_run_may_open_as_many_files_as_the_host_allows(monkeypatch, limits, after):
+    """With 32, a run went on without checkpoints."""
+    changed = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: changed.append(new))
+    if isinstance(after, str):
+        with pytest.raises(UserError, match=after):
+            raise_file_limit()
+    else:
+        raise_file_limit()
+    assert changed == ([after] if isinstance(after, tuple) else [])

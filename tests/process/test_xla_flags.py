@@ -14,7 +14,7 @@ from cases import and_slow
 from jax._src import cache_key, compiler
 from runs import SHORT
 
-from jaxrl import Config
+from jaxrl import Config, dry_run
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import Target
 from jaxrl.plan.plan_inputs import Setting
@@ -22,10 +22,12 @@ from jaxrl.process.xla_flags import (
     COSTLY,
     DETERMINISTIC,
     PATIENT,
+    SETTINGS,
     TUNED,
     TUNED_BEFORE,
     TUNED_DIR,
     TUNED_VARIABLE,
+    check_jax_settings,
     exclude_nondeterministic,
     keep_autotuning,
     user_flag_notes,
@@ -33,11 +35,12 @@ from jaxrl.process.xla_flags import (
     worker_environment,
 )
 from jaxrl.run import attempt
+from jaxrl.sharding.mesh import ensure_devices
 
 PROGRAM = """
 import os, sys
 from jax._src import xla_bridge
-from jaxrl import Config
+from jaxrl import Config, dry_run
 from jaxrl.run.attempt import prepare_run
 from jaxrl.run.job import make_job
 one_device = "mesh=actor+rollout=1"
@@ -145,7 +148,7 @@ IN_A_PROCESS = """
 import os, sys
 from pathlib import Path
 if sys.argv[1] == "driver":
-    from jaxrl import Config
+    from jaxrl import Config, dry_run
     from jaxrl.run.attempt import prepare_run
     prepare_run(Config.load(None, sys.argv[2:]))
 else:
@@ -199,6 +202,34 @@ def test_a_file_that_was_cut_leaves_the_choices_of_before(tmp_path, monkeypatch)
         assert values[TUNED] == str(folder / "rollout.textproto")
         before = values.get(TUNED_BEFORE)
         assert (before and Path(before).read_text()) == taken
+
+
+REFUSED = [
+    ("jax_enable_x64", True),
+    ("jax_numpy_dtype_promotion", "strict"),
+    *((name, "disallow") for name in SETTINGS if "guard" in name),
+    ("jax_transfer_guard", "disallow_explicit"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_settings_of_jax_with_which_no_run_works_are_refused(name, value):
+    """`JAX_ENABLE_X64=1` in the shell ended in a TypeError of `lax.concatenate`."""
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        for start in (lambda: ensure_devices(1), lambda: dry_run(Config.load())):
+            with pytest.raises(UserError, match=f"{name}={value}, .*unset {name.upper()}, or in"):
+                start()
+    finally:
+        jax.config.update(name, getattr(before, "value", before))
+    assert {name for name, _ in REFUSED} == SETTINGS.keys()
+
+
+@pytest.mark.parametrize("value", ["allow", "log", "log_explicit"])
+def test_settings_of_jax_that_only_log_are_allowed(value):
+    with jax.transfer_guard(value):
+        check_jax_settings()
 
 
 def test_a_worker_keeps_its_choices_though_it_has_the_flags_of_the_driver(tmp_path, monkeypatch):

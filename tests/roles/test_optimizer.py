@@ -25,6 +25,7 @@ from jaxrl.roles.optimizer import (
     make_optimizer,
     round_at_random,
     state_shardings,
+    warmup_note,
 )
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
@@ -62,6 +63,21 @@ def test_schedules_by_hand():
     )
     cosine = rates(lr_schedule="cosine")
     assert cosine[5] == pytest.approx(0.05) and cosine == sorted(cosine, reverse=True)
+
+
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
+def test_a_warm_up_is_as_long_as_asked_for_whatever_the_length_of_the_run(shape):
+    """Also where the run ends within it, so that a resume with more steps goes on at its rate."""
+    asked = config(lr_schedule=shape, warmup_steps=30)
+    for updates in (1, 20, 29, 30, 31, 1000):
+        found = [float(learning_rate(asked, updates)(i)) for i in range(min(updates, 30))]
+        asked_for = [0.1 * (i + 1) / 31 for i in range(min(updates, 30))]
+        # the rise is subtracted from the peak, in float32
+        assert found == pytest.approx(asked_for, abs=0.1 * 2**-23)
+        note = warmup_note(asked, updates)
+        assert (note is None) == (updates > 30)
+        if note is not None:
+            assert f"{found[-1]:.3g} of 0.1" in note
 
 
 @jax.jit

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from jaxrl.runtime.worker import LocalWorker, WorkerState
 from jaxrl.telemetry import console as console_module
 from jaxrl.telemetry import timeline as timeline_module
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.lines import RunLog
+from jaxrl.telemetry.lines import RunLog, time_stamp
 from jaxrl.telemetry.timeline import Timeline
 
 ACTOR = WorkerState(
@@ -358,6 +358,19 @@ def test_each_message_has_its_local_time_and_its_lines_stay_together(tmp_path: P
     margin = " " * (len(stamp) + 1)
     assert (second, blank, third) == (f"{margin}  actor  2", "", f"{margin}fits")
     assert datetime.fromisoformat(empty)
+
+
+@pytest.mark.parametrize("zone", ["X+25", "X-30:30", "AAA-99", ":/nowhere", "Asia/Kathmandu", ""])
+def test_any_time_zone_has_time_stamps(monkeypatch: pytest.MonkeyPatch, zone: str) -> None:
+    """An offset of a day ended a run with Python's ValueError."""
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        now = datetime.fromisoformat(time_stamp())
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert abs((datetime.now(UTC) - now).total_seconds()) < 5
 
 
 def test_a_resumed_run_adds_to_the_log_even_after_a_torn_line(tmp_path: Path) -> None:
