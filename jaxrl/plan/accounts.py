@@ -8,16 +8,12 @@ then, and the phase.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
 from jaxrl.config.schema import Config
-from jaxrl.config.section import DType
-from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
-from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import GPU, TPU, fuses, step_kernel_of
 from jaxrl.plan.array_bytes import (
@@ -36,13 +32,14 @@ from jaxrl.plan.array_bytes import (
     trained_shards,
     weight_bytes,
 )
+from jaxrl.plan.declarations import kept_arrays
 from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak, Setting
 from jaxrl.roles.actor import STEP, TO_TEACHER, UPDATE
 from jaxrl.roles.reward import TEMPLATE_TOKENS
 from jaxrl.roles.run_shapes import asked, generates
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS
-from jaxrl.sharding.axes import AXIS_NAMES, Axes
 from jaxrl.sharding.targets import ridge
+from jaxrl.teacher.local_teacher import COMBINE
 
 LOSS_ARRAYS = 3
 """Float32 arrays [chunk, V] alive at once in a loss over the whole vocabulary, and in a score that
@@ -63,12 +60,7 @@ LANES = 128
 """Columns to which a TPU pads the rows of an array."""
 SAFETY = 1.1
 """Factor on what exists in one phase only: the estimate is to err on the safe side."""
-SHARED = "parameters, the rollout's too"
-BASE = "frozen base weights"
 SAVED = "saved for the backward pass"
-AVERAGE = "moving average"
-UPDATES = {f"actor: {UPDATE}", f"actor: {STEP}"}
-PUBLISH = {"actor: publish", f"actor: {TO_TEACHER}"}
 
 
 def actor(m: Setting) -> Iterable[Entry]:
@@ -115,7 +107,6 @@ def actor(m: Setting) -> Iterable[Entry]:
     loss += head + theirs * gathers + head_gradient + taken
     block = run.backward() + computed - layers
     state = optimizer_bytes(student, axes, c.optimizer, a.param_dtype, a.moment_dtype)
-    weights = trained_bytes(student, axes, a.param_dtype)
     # After the layers: the whole gradient of the embedding where it is reduced, then the sum.
     table = 0 if lora else table_bytes(student.vocab_size, student.embedded, axes, F32)
     added = max(computed + table * (2 if gathers else 1), summed + computed)
@@ -127,10 +118,6 @@ def actor(m: Setting) -> Iterable[Entry]:
         share = table_bytes(student.vocab_size, -(-columns // LANES) * LANES, axes, 1)
         each = state // sum(s.size for s in shards(student, axes))
         padded = share * (ITEMSIZE[a.param_dtype] + each)
-    yield Entry("weights", "parameters", weights - m.shared_bytes("rollout"))
-    yield Entry("weights", SHARED, m.shared_bytes("rollout"))
-    yield Entry("weights", BASE, m.base_bytes("actor"))
-    yield Entry("optimizer", "optimizer state", state)
     for phase in (UPDATE, STEP):
         yield Entry("activations", "teacher's signal", sent, phase)
         yield Entry("gradients", "summed gradients", summed, phase)
@@ -146,11 +133,8 @@ def actor(m: Setting) -> Iterable[Entry]:
         each *= student.experts.id_dtype.itemsize
         recorded = (m.rows("actor", m.sequences) + 3 * rows) * each
         yield Entry("activations", "recorded experts", recorded, UPDATE)
-    if c.keeps_ema:
-        yield Entry("optimizer", AVERAGE, weight_bytes(student, axes, "float32"))
     if c.teacher_follows:
         yield Entry("activations", "copy for the teacher", _published(m, "teacher"), TO_TEACHER)
-    yield Entry("weights", "teacher's LM head", theirs // axes.weights)
 
 
 def _published(m: Setting, role: str) -> int:
@@ -158,7 +142,8 @@ def _published(m: Setting, role: str) -> int:
     and layout: 0 on the same mesh, where the copy is the role's own weights. Arrays that need no
     conversion are not copied."""
     dtype = m.config.roles[role].compute_dtype
-    same = dtype == m.published_dtype(role)
+    averaged = role == "teacher" and m.config.keeps_ema
+    same = dtype == ("float32" if averaged else m.config.actor.param_dtype)
     if m.on_actors_mesh(role) or (same and m.layout(role) == "stacked"):
         return 0
     if m.student.lora is not None:
@@ -180,8 +165,6 @@ def rollout(m: Setting) -> Iterable[Entry]:
         kernels = (s.size for s in shards(m.student.plain, axes) if s.path.endswith("kernel"))
         merging = F32 * max(kernels)
     arrives = 0 if m.inputs.together("actor", "rollout") else whole
-    yield Entry("weights", "parameters", whole - m.shared_bytes("rollout"))
-    yield Entry("weights", BASE, m.base_bytes("rollout"))
     yield Entry("activations", "next version", arrives, "weight sync")
     yield Entry("activations", "kernels in float32", merging, "weight sync")
     if asked(c, "rollout"):
@@ -281,7 +264,6 @@ def teacher(m: Setting) -> Iterable[Entry]:
     work = _scoring(m, "teacher", run, run.rows, 0 if combines else arrays)
     each = [weight_bytes(one, axes, c.teacher.compute_dtype) for one in m.inputs.teachers]
     weights = max(each) if c.offload.frozen and not combines else sum(each)
-    yield Entry("weights", "parameters", weights - m.shared_bytes("teacher"))
     arrives = weights if c.teacher_follows and not together else 0
     yield Entry("activations", "next version", arrives, "weight sync")
     yield Entry("activations", "signals in flight", m.in_flight)
@@ -307,10 +289,6 @@ def reference(m: Setting) -> Iterable[Entry]:
     """Yields what the log-probs under the policy before training need."""
     section, model = m.config.reference, m.reference
     run = m.scored("reference", model, section.num_microbatches)
-    weights = weight_bytes(model, m.axes["reference"], section.compute_dtype)
-    if m.student.lora is not None:
-        weights = m.base_bytes("reference")
-    yield Entry("weights", "parameters", weights)
     work = _scoring(m, "reference", run, run.rows, SUMMED_ARRAYS)
     yield Entry("activations", "forward pass", work, "score")
 
@@ -322,8 +300,6 @@ def reward(m: Setting) -> Iterable[Entry]:
         return
     longest = c.reward.max_tokens or c.max_prompt_tokens + c.max_new_tokens + TEMPLATE_TOKENS
     axes, dtype = m.axes["reward"], c.reward.compute_dtype
-    weights = weight_bytes(model, axes, dtype) + model.d_model * F32
-    yield Entry("weights", "parameters", weights)
     work = 0
     for width in _widths(min(longest, model.max_positions)):
         run = m.run("reward", model, rows_of(width, c.reward.batch_tokens), width)
@@ -339,7 +315,6 @@ def grouper(m: Setting) -> Iterable[Entry]:
     if model is None:
         return
     axes, dtype, target = m.axes["grouper"], c.compute_dtype, m.inputs.target
-    yield Entry("weights", "parameters", encoder_bytes(model, axes, dtype))
     item, wide = ITEMSIZE[dtype], split(model.d_ff, axes.tensor)
     heads, work = split(model.n_heads, axes.tensor), 0
     for width in _widths(min(m.config.max_new_tokens, model.max_tokens)):
@@ -357,16 +332,6 @@ def grouper(m: Setting) -> Iterable[Entry]:
     yield Entry("activations", "forward pass", work + layer, "embed")
 
 
-def encoder_bytes(model: EncoderConfig, axes: Axes, dtype: DType) -> int:
-    """Returns the bytes of the encoder's parameters on one device; exact."""
-    sizes: dict[str, int] = dict(zip(AXIS_NAMES, axes, strict=True))
-    specs = bert.specs(model, sizes)
-    return ITEMSIZE[dtype] * sum(
-        math.prod(shape) // math.prod(sizes[axis] for axis in specs[path] if axis is not None)
-        for path, shape in bert.shapes(model).items()
-    )
-
-
 @cache
 def _widths(longest: int) -> frozenset[int]:
     """Returns the widths of all batches whose longest sequence has at most so many tokens."""
@@ -380,60 +345,78 @@ ACCOUNTS: dict[str, Callable[[Setting], Iterable[Entry]]] = {
 
 
 def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
-    """Returns the account of each role of the run; each entry says when it is offloaded or
-    freed (`away`)."""
+    """Returns the account of each role of the run: what it keeps, as it declares that, and what its
+    programs need besides; each entry says when it is offloaded or freed (`away`)."""
     setting, accounts = Setting(config, inputs), {}
+    kept = list(kept_arrays(setting))
     for pool in inputs.placement.pools:
-        for role in (r for r in pool.roles if r in inputs.roles and r in ACCOUNTS):
-            entries = []
-            for e in (e for e in ACCOUNTS[role](setting) if e.bytes):
-                # What stays, caches, weights on their way are exact; nearly what the layers save.
-                exact = e.phase in (None, "weight sync", "publish", TO_TEACHER) or e.name == SAVED
-                if not exact and e.column != "cache":
-                    e = replace(e, bytes=round(SAFETY * e.bytes))
-                entries.append(replace(e, away=_away(role, e, {*pool.roles} - {role}, config)))
-            if inputs.on_cpu and config.roles[role].dtype == "bfloat16":
-                # A CPU computes it in float32 copies: of the weights of the layers, the head and
-                # the activations.
-                model, axes, weights = inputs.model(role), setting.axes[role], 0
-                if isinstance(model, DecoderConfig) and role != "actor":
-                    weights = layer_bytes(model, axes, "float32")
-                    weights += table_bytes(model.vocab_size, model.d_model, axes, F32)
-                for phase in dict.fromkeys(e.phase for e in entries if e.phase is not None):
-                    mine = (e for e in entries if e.phase == phase and e.column == "activations")
-                    size = weights + sum(e.bytes for e in mine)
-                    entries.append(Entry("activations", "computed in float32", size, phase))
+        roles = [r for r in pool.roles if r in inputs.roles and r in ACCOUNTS]
+        phases = {role: list(_phase_entries(setting, role)) for role in roles}
+        # Moment -> stage, of everything that a worker of the pool does.
+        stages = {
+            f"{role}: {entry.phase}": _stage(setting, role, entry.phase)
+            for role, entries in phases.items()
+            for entry in entries
+            if entry.phase is not None
+        }
+        for role, entries in phases.items():
+            for x in (x for x in kept if x.resident.role == role and x.bytes):
+                away = frozenset(moment for moment, stage in stages.items() if x.away(stage))
+                column = x.resident.column
+                entries.insert(0, Entry(column, x.title, x.bytes, away=away))
             if entries:
                 accounts[role] = Account(role, tuple(entries))
     return accounts
 
 
-def _away(role: str, entry: Entry, others: set[str], config: Config) -> frozenset[str]:
-    """Returns the moments (`ROLE: PHASE`) or whole roles during which a resident entry is not on
-    the device, as `sharding.ledger` has it in a worker.
+def _phase_entries(setting: Setting, role: str) -> Iterator[Entry]:
+    """Yields what the programs of a role need beside what it keeps."""
+    inputs, config = setting.inputs, setting.config
+    entries = []
+    for e in (e for e in ACCOUNTS[role](setting) if e.bytes):
+        # Caches and weights on their way are exact; nearly what the layers save.
+        exact = e.phase in (None, "weight sync", "publish", TO_TEACHER) or e.name == SAVED
+        if not exact and e.column != "cache":
+            e = replace(e, bytes=round(SAFETY * e.bytes))
+        entries.append(e)
+    yield from entries
+    if inputs.on_cpu and config.roles[role].dtype == "bfloat16":
+        # A CPU computes it in float32 copies: of the weights of the layers, the head and the
+        # activations.
+        model, axes, weights = inputs.model(role), setting.axes[role], 0
+        if isinstance(model, DecoderConfig) and role != "actor":
+            weights = layer_bytes(model, axes, "float32")
+            weights += table_bytes(model.vocab_size, model.d_model, axes, F32)
+        for phase in dict.fromkeys(e.phase for e in entries if e.phase is not None):
+            mine = (e for e in entries if e.phase == phase and e.column == "activations")
+            size = weights + sum(e.bytes for e in mine)
+            yield Entry("activations", "computed in float32", size, phase)
 
-    Args:
-        others: the other roles of the pool.
-    """
-    if entry.phase is not None or entry.column not in ("weights", "optimizer"):
-        return frozenset()
-    offload, always = config.offload, set[str]()
-    asked, gone = offload.frozen, others
-    if role == "actor":
-        gone = others | PUBLISH
-        if entry.column == "optimizer":
-            asked = offload.optimizer
-            gone = gone - {f"actor: {TO_TEACHER}"} if entry.name == AVERAGE else gone
-        elif entry.name in (BASE, SHARED, "parameters"):
-            asked = offload.params
-            gone = {BASE: gone, SHARED: others - {"rollout"}}.get(entry.name, others)
-    elif role == "rollout" and entry.name == BASE:
-        asked = offload.params
-    elif role == "rollout" or (role == "teacher" and config.teacher_follows):
-        always = UPDATES if "actor" in others else always  # the weights are stale then
-        asked = offload.params if role == "rollout" else config.offloads_follower
-        gone = others - {"actor"}
-    return frozenset(always | gone if asked else always)
+
+METHODS = {
+    ("actor", UPDATE): "update",
+    ("actor", STEP): "update",
+    ("actor", "publish"): "publish",
+    ("actor", TO_TEACHER): "publish_to_teacher",
+    ("teacher", "score"): "score",
+    ("teacher", "combine"): "score",
+    ("reference", "score"): "score",
+    ("reward", "score"): "score",
+    ("grouper", "embed"): "score",
+}
+"""Role and phase -> the role's method; "load" of a weight sync, "generate" of all others."""
+
+
+def _stage(setting: Setting, role: str, phase: str) -> str:
+    """Returns the stage of the ledger that a phase is in."""
+    method = METHODS.get((role, phase), "load" if phase == "weight sync" else "generate")
+    if role != "teacher" or not setting.config.teachers or method == "load":
+        return f"{role}.{method}"
+    if phase == "combine" and setting.config.mixture is not None:
+        return f"teacher.score.{COMBINE}"
+    models = setting.inputs.teachers  # the largest takes its turn
+    largest = max(range(len(models)), key=lambda i: models[i].n_params)
+    return f"{role}.{method}.{list(setting.config.teachers)[largest]}"
 
 
 def pool_peaks(inputs: PlanInputs, config: Config) -> tuple[PoolPeak, ...]:

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,10 @@ from jaxrl.models.attention import BLOCK, block_size
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Remat
 from jaxrl.models.experts import AT_ONCE, Experts, block_rows, more_blocks, step_rows
-from jaxrl.models.lora import NAMES, frozen_and_trained
+from jaxrl.models.lora import NAMES
 from jaxrl.models.parameters import abstract_params, param_shardings
-from jaxrl.roles.optimizer import make_optimizer, state_shardings
+from jaxrl.roles.declared import local_bytes
+from jaxrl.roles.update import abstract_moments
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 
 F32 = 4
@@ -127,16 +128,8 @@ def optimizer_bytes(
     moment_dtype: str,
 ) -> int:
     """Returns the bytes of the optimizer's state on one device of the actor; exact."""
-    mesh = AbstractMesh(tuple(axes), AXIS_NAMES)
-    _, params = frozen_and_trained(abstract_params(model, jnp.dtype(param_dtype)))
-    maker = make_optimizer(optimizer, 1, jnp.dtype(moment_dtype))
-    _, placed = frozen_and_trained(param_shardings(model, mesh))  # type: ignore[arg-type]
-    shardings = state_shardings(maker, params, placed, mesh)  # type: ignore[arg-type]
-    leaves = jax.tree.leaves(jax.eval_shape(maker.init, params))
-    return sum(
-        math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
-    )
+    mesh: Any = AbstractMesh(tuple(axes), AXIS_NAMES)
+    return local_bytes(abstract_moments(model, mesh, optimizer, param_dtype, moment_dtype))
 
 
 @lru_cache(maxsize=64)

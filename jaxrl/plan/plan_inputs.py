@@ -11,11 +11,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxrl.algorithms.methods import sampled_share
-from jaxrl.config.section import DType
 from jaxrl.errors import counted
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import fuses
-from jaxrl.plan.array_bytes import Pass, layer_bytes, trained_bytes, weight_bytes
+from jaxrl.plan.array_bytes import Pass, trained_bytes
 from jaxrl.roles.declared import Program
 from jaxrl.roles.run_shapes import RunInputs, RunShapes
 from jaxrl.sharding.axes import Axes
@@ -40,12 +39,11 @@ class Entry:
     phase: str | None = None
     """The phase that it exists in; None: it is resident."""
     away: frozenset[str] = frozenset()
-    """Of a resident entry, the moments (`actor: publish`) and roles while which it is freed, or on
-    the host."""
+    """Of a resident entry, the moments (`actor: publish`) at which it is freed, or on the host."""
 
     def there(self, moment: str) -> bool:
         """Returns whether a resident entry is on the device at `ROLE: PHASE`."""
-        return not self.away & {moment, moment.partition(":")[0]}
+        return moment not in self.away
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,13 @@ class Account:
     entries: tuple[Entry, ...]
 
     @property
+    def kept(self) -> tuple[Entry, ...]:
+        """Returns what is resident."""
+        return tuple(entry for entry in self.entries if entry.phase is None)
+
+    @property
     def resident(self) -> int:
-        return sum(e.bytes for e in self.entries if e.phase is None)
+        return sum(entry.bytes for entry in self.kept)
 
     def phases(self) -> dict[str, int]:
         """Maps each phase to its bytes beyond what is resident."""
@@ -68,8 +71,18 @@ class Account:
         return dict(sizes)
 
     def column(self, column: Column) -> int:
-        """Returns what is resident of a column, and the most that one phase adds to it."""
-        return Account(self.role, tuple(e for e in self.entries if e.column == column)).peak
+        """Returns the most bytes of a column that are on the device in a phase of the role."""
+        mine = [entry for entry in self.entries if entry.column == column]
+        moments = {f"{self.role}: {e.phase}" for e in self.entries if e.phase is not None}
+        sizes = (
+            sum(
+                e.bytes
+                for e in mine
+                if (e.there(moment) if e.phase is None else f"{self.role}: {e.phase}" == moment)
+            )
+            for moment in moments or {""}
+        )
+        return max(sizes)
 
     @property
     def peak(self) -> int:
@@ -79,8 +92,12 @@ class Account:
         """Returns the bytes of the role on one device while a program of it runs; None where the
         plan does not count it apart, because a larger program of the role covers it."""
         stages = (program.name,) if program.stages is None else program.stages
-        more = [size for phase, size in self.phases().items() if phase in stages]
-        return self.resident + max(more) if more else None
+        sizes = [
+            size + sum(e.bytes for e in self.kept if e.there(f"{self.role}: {phase}"))
+            for phase, size in self.phases().items()
+            if phase in stages
+        ]
+        return max(sizes, default=None)
 
 
 def peak(accounts: Sequence[Account]) -> tuple[int, str]:
@@ -227,55 +244,6 @@ class Setting(RunShapes):
         # Each host has a process of its own, which sends or takes its part.
         processes = min(len({inputs.host_of[i] for i in numbers}) for numbers in devices)
         return self.sent[sender, receiver] / (STORE * processes)
-
-    def published_dtype(self, role: str) -> DType:
-        """Returns the dtype in which the actor holds the weights that it publishes to a role."""
-        averaged = role == "teacher" and self.config.keeps_ema
-        return "float32" if averaged else self.config.actor.param_dtype
-
-    def shared_bytes(self, role: str) -> int:
-        """Returns the bytes on one device of the policy's trained weights in arrays that the
-        rollout, or a teacher that follows the policy, shares with the actor."""
-        c, dtype = self.config, self.config.roles[role].compute_dtype
-        own = c.rollout.merge  # or, of a teacher, where each gets arrays of its own from the host
-        if role == "teacher":
-            own = not c.teacher_follows or c.offloads_follower
-        if own or not self.on_actors_mesh(role) or dtype != self.published_dtype(role):
-            return 0
-        whole = trained_bytes(self.student, self.axes["actor"], dtype)
-        if self.layout(role) == "stacked":
-            return whole
-        # Adapters are in the layers, which the actor has stacked.
-        lora = self.student.lora is not None
-        return 0 if lora else whole - layer_bytes(self.student, self.axes["actor"], dtype)
-
-    def base_bytes(self, role: str) -> int:
-        """Returns the bytes on one device of the frozen base weights, in arrays of the role's own:
-        what it shares with the actor is the actor's. 0 without adapters."""
-        if self.student.lora is None or self._shares_base(role):
-            return 0
-        c = self.config
-        dtype = c.base_dtype if role == "actor" else c.roles[role].compute_dtype
-        model = self.reference if role == "reference" else self.student.base
-        return weight_bytes(model, self.axes[role], dtype)
-
-    def _shares_base(self, role: str) -> bool:
-        """Returns whether the frozen base weights are arrays of the actor's."""
-        c = self.config
-        if role == "actor" or (role == "reference" and self.inputs.adapted):
-            return False
-        stacked = c.rollout.merge or self.layout(role) == "stacked"
-        same = c.roles[role].compute_dtype == c.base_dtype and stacked and not c.offload.params
-        return same and self.on_actors_mesh(role)
-
-    def counted_as_the_actors(self, role: str) -> int:
-        """Returns the bytes of the arrays of a role on one device that are among the actor's
-        entries."""
-        shared = self.shared_bytes(role) if role in ("rollout", "teacher") else 0
-        reads = role in ("reference", "rollout")
-        if self.student.lora is not None and reads and self._shares_base(role):
-            shared += weight_bytes(self.student.base, self.axes[role], self.config.base_dtype)
-        return shared
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> Pass:
         """Returns a role's forward pass over one of `parts` slices of the batch, as

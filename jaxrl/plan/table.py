@@ -218,8 +218,8 @@ def plan_json(plan: Plan) -> str:
     `pools`: name, roles, devices (numbers of the placement), device (`gpu`, or null in a plan for
     another machine), peak, moment (role and phase then, as `actor: loss`), limit (null where nobody
     knows). `roles`: role, pool (index), devices, axes (null without a mesh), peak (null where
-    nothing is counted), parts: column, name, bytes, phase (null: resident), away (moments and
-    roles at which a resident one is not there).
+    nothing is counted), parts: column, name, bytes, phase (null: resident), away (moments at which
+    a resident one is not there).
     """
     pools = [
         {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxrl.algorithms.signals import with_weights
 from jaxrl.checkpoint.store import ACTOR
 from jaxrl.checkpoint.writer import Saving, load_arrays, save_arrays
 from jaxrl.config.schema import Config
+from jaxrl.config.section import DType
 from jaxrl.errors import RunError
 from jaxrl.formats import peft
 from jaxrl.formats.hf import TokenizerFiles, save_hf
@@ -28,7 +30,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import frozen_and_trained, join
 from jaxrl.models.packing import held_tokens, room_of, row_devices
 from jaxrl.models.parameters import Layout, Params, head_sharding
-from jaxrl.roles.declared import Program, local_bytes
+from jaxrl.roles.declared import Program, Resident, local_bytes
 from jaxrl.roles.microbatch import (
     cut_minibatches,
     padded_count,
@@ -44,10 +46,11 @@ from jaxrl.roles.update import (
     PLANNED,
     ActorPrograms,
     TrainState,
+    abstract_moments,
     first_rows_program,
 )
 from jaxrl.runtime.worker import phase
-from jaxrl.sharding.ledger import attribute, buffer, current
+from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import is_primary
 from jaxrl.sharding.reshard import (
     Rows,
@@ -75,6 +78,8 @@ SENT = "weights on their way"
 """Name of published weights in the ledger, from `publish` to the receiver's `load`."""
 SENT_TO_TEACHER = "weights on their way to the teacher"
 """The same for `publish_to_teacher`."""
+PUBLISHED = ("actor.publish", "actor.publish_to_teacher")
+"""Stages in which the actor makes the weights of other roles."""
 UPDATE, STEP, TO_TEACHER = "update", "optimizer step", "publish to the teacher"
 """Stages of the plan."""
 
@@ -163,7 +168,8 @@ class Actor:
                 trained = loaded["params"], loaded["opt_state"]
                 updates = put(np.int32(counters["updates"]), programs.replicated)
                 self.state = TrainState(*trained, updates, loaded.get("ema"))
-        self._keep()
+        for resident in actor_residents(config):
+            resident.keep(self)
 
     def update(self, rollout: Rollout, scores: RoleScores, step: int) -> Trained:
         """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each.
@@ -385,28 +391,6 @@ class Actor:
                 return error.strerror or str(error)
         return None
 
-    def _keep(self) -> None:
-        """Registers the actor's arrays in the ledger, with the calls that need them."""
-
-        def of_state(name: str) -> tuple[Callable[[], Tree], Callable[[Tree], None]]:
-            def write(tree: Tree) -> None:
-                self.state = replace(self.state, **{name: tree})
-
-            return lambda: getattr(self.state, name), write
-
-        offload = self.config.offload
-        update, taught = "actor.update", "actor.publish_to_teacher"
-        saved, sent = (update, "actor.save"), ("actor.publish", taught, "actor.export")
-        each = {
-            "params": (of_state("params"), (*saved, *sent), offload.params),
-            "base": (attribute(self, "_base"), (update,), offload.params),
-            "optimizer": (of_state("opt_state"), saved, offload.optimizer),
-            "ema": (of_state("ema"), (*saved, taught), offload.optimizer),
-            "teacher_head": (attribute(self, "_frozen"), (update,), offload.frozen),
-        }
-        for name, (access, stages, away) in each.items():
-            current().resident(f"actor.{name}", *access, stages=stages, offload=away)
-
     def _with_old_logprobs(
         self, placed: TrainBatch, sequences: Sequences, units: np.ndarray, live: int
     ) -> TrainBatch:
@@ -458,6 +442,83 @@ class Actor:
             )
 
 
+def actor_residents(config: Config) -> tuple[Resident, ...]:
+    """Returns the arrays that the actor keeps."""
+    update, offload = "actor.update", config.offload
+
+    def moments(run: RunArrays) -> Tree:
+        sizes = config.actor.param_dtype, config.actor.moment_dtype
+        return abstract_moments(run.student, run.meshes["actor"], config.optimizer, *sizes)
+
+    def trained(dtype: str, run: RunArrays) -> Params:
+        return frozen_and_trained(run.params("actor", run.student, dtype, "stacked"))[1]
+
+    def base(run: RunArrays) -> Params:
+        return frozen_and_trained(run.params("actor", run.student, config.base_dtype, "stacked"))[0]
+
+    found = [
+        Resident(
+            "actor.params",
+            "parameters",
+            partial(trained, config.actor.param_dtype),
+            (update, "actor.save", *PUBLISHED, "actor.export"),
+            "state.params",
+            offload=offload.params,
+        ),
+        Resident(
+            "actor.base",
+            "frozen base weights",
+            base,
+            (update,),
+            "_base",
+            offload=offload.params,
+        ),
+        Resident(
+            "actor.optimizer",
+            "optimizer state",
+            moments,
+            (update, "actor.save"),
+            "state.opt_state",
+            column="optimizer",
+            offload=offload.optimizer,
+        ),
+        Resident(
+            "actor.teacher_head",
+            "teacher's LM head",
+            teacher_heads,
+            (update,),
+            "_frozen",
+            offload=offload.frozen,
+        ),
+    ]
+    if config.keeps_ema:
+        found.append(
+            Resident(
+                "actor.ema",
+                "moving average",
+                partial(trained, "float32"),
+                (update, "actor.save", PUBLISHED[1]),
+                "state.ema",
+                column="optimizer",
+                offload=offload.optimizer,
+            )
+        )
+    return tuple(found)
+
+
+def shared_base(config: Config, dtype: DType) -> str:
+    """Returns the name of the base weights that a role shares which reads them stacked, in a dtype
+    of its own: those of the actor, or none where it loads others."""
+    return "actor.base" if dtype == config.base_dtype and not config.offload.params else ""
+
+
+def teacher_heads(run: RunArrays) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the LM heads of the teachers whose hidden states the loss reads."""
+    m, mesh, dtype = run.shapes, run.meshes["actor"], run.config.teacher.compute_dtype
+    widths = m.teacher_widths if m.signal == "hidden" else ()
+    return tuple(_head(m.teacher_rows, width, dtype, mesh) for width in widths)
+
+
 def make_programs(
     config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int
 ) -> ActorPrograms:
@@ -487,8 +548,8 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
     if m.signal is not None:
         signal = run.signal(role, n)
         if m.signal == "hidden":
-            heads = [_head(m.teacher_rows, width, dtype, mesh) for width in m.teacher_widths]
-            frozen["teacher_head"] = tuple(heads) if c.teachers else heads[0]
+            heads = teacher_heads(run)
+            frozen["teacher_head"] = heads if c.teachers else heads[0]
             cap = run.array(role, jnp.float32, whole=True)
             caps = tuple(model.final_softcap and cap for model in m.inputs.teachers)
             if any(cap is not None for cap in caps):

@@ -8,12 +8,13 @@ An abstract array is a `jax.ShapeDtypeStruct` with a sharding over the devices o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
+from jaxrl.sharding.ledger import attribute, current
 from jaxrl.types import Tree
 
 
@@ -60,6 +61,50 @@ class Program:
             results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
             total = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + results
         return int(total + unread + self.beside)
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Arrays that a role keeps from call to call."""
+
+    name: str
+    """In the ledger: the role, or the role and its part, and what they are (`actor.params`)."""
+    title: str
+    """In the plan."""
+    arrays: Callable[[Any], Tree] = field(compare=False)
+    """Maps a `roles.run_shapes.RunArrays` to the abstract arrays, on the mesh of the role."""
+    stages: tuple[str, ...]
+    """Those that need them on the devices (`actor.update`)."""
+    attribute: str = ""
+    """Of the role's object, by whose name they are found; as in `state.params`."""
+    column: Literal["weights", "optimizer"] = "weights"
+    offload: bool = False
+    """They are on the host at all other stages."""
+    stale_at: tuple[str, ...] = ()
+    """Stages at which they are freed, because they are overwritten before they are read again."""
+    made_at: tuple[str, ...] = ()
+    """Further stages at which the next ones are made, and so are on the devices."""
+    shares: str = ""
+    """Name of the resident of another role, of which it holds the very arrays that are equal: of
+    the same path, shape, dtype and sharding over the same devices."""
+
+    @property
+    def role(self) -> str:
+        return self.name.partition(".")[0]
+
+    def away(self, stage: str) -> bool:
+        """Returns whether they are not on the devices at a stage of their pool."""
+        there = (*self.stages, *self.made_at)
+        return stage not in there and (self.offload or stage in self.stale_at)
+
+    def keep(self, owner: object) -> None:
+        """Registers the arrays of a role's object in the ledger."""
+        self.register(*attribute(owner, self.attribute))
+
+    def register(self, read: Callable[[], Tree], write: Callable[[Tree], None]) -> None:
+        """Registers in the ledger what `read` returns; `write` sets it."""
+        options: dict[str, Any] = {"stages": self.stages, "stale_at": self.stale_at}
+        current().resident(self.name, read, write, offload=self.offload, **options)
 
 
 def local_bytes(tree: Any) -> int:

@@ -25,10 +25,10 @@ from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
 from jaxrl.models.bert import EncoderConfig, read_encoder
 from jaxrl.models.parameters import Params
 from jaxrl.rewards.verifiers import after_thoughts
-from jaxrl.roles.declared import Program, placed
+from jaxrl.roles.declared import Program, Resident, placed
 from jaxrl.roles.run_shapes import RunArrays
 from jaxrl.runtime.worker import detail, phase
-from jaxrl.sharding.ledger import attribute, current
+from jaxrl.sharding.ledger import current
 from jaxrl.types import Embedded, Rollout
 
 
@@ -115,12 +115,8 @@ class Grouper:
         self._notes: tuple[str, ...] = (
             f"grouper: {path} has {millions:.0f}M parameters, here in {dtype}",
         )
-        current().resident(
-            "grouper.params",
-            *attribute(encoder, "params"),
-            stages=("grouper.score",),
-            offload=config.offload.frozen,
-        )
+        for resident in grouper_residents(config):
+            resident.keep(encoder)
 
     def score(self, rollout: Rollout) -> Embedded:
         """Embeds the answer of each completion: the text after its last `</think>`."""
@@ -155,12 +151,27 @@ def encode_batch(
     return jax.lax.with_sharding_constraint(vectors, NamedSharding(mesh, PartitionSpec()))
 
 
+def grouper_residents(config: Config) -> tuple[Resident, ...]:
+    """Returns the arrays that the encoder keeps."""
+    stages, offload = ("grouper.score",), config.offload.frozen
+    return (
+        Resident("grouper.params", "parameters", encoder_arrays, stages, "params", offload=offload),
+    )
+
+
+def encoder_arrays(run: RunArrays) -> Params:
+    """Returns the encoder's parameters as abstract arrays; {} where a run has none."""
+    model, dtype = run.shapes.inputs.grouper, jnp.dtype(run.config.grouper.compute_dtype)
+    if model is None:
+        return {}
+    shapes = {path: jax.ShapeDtypeStruct(s, dtype) for path, s in bert.shapes(model).items()}
+    return placed(bert.tree(shapes), bert.param_shardings(model, run.meshes["grouper"]))
+
+
 def grouper_programs(run: RunArrays) -> Iterator[Program]:
     """Yields the encoder of similarity groups on a full batch of the longest texts."""
     c, model, role = run.config.grouper, run.shapes.inputs.grouper, "grouper"
     if model is not None:
-        mesh, dtype = run.meshes[role], jnp.dtype(c.compute_dtype)
-        shapes = {path: jax.ShapeDtypeStruct(s, dtype) for path, s in bert.shapes(model).items()}
-        params = placed(bert.tree(shapes), bert.param_shardings(model, mesh))
+        mesh, params = run.meshes[role], encoder_arrays(run)
         batch = run.text_batch(role, min(run.shapes.new_tokens, model.max_tokens), c.batch_tokens)
         yield Program(role, "embed", encode_batch, (model, mesh, params, *batch))

@@ -17,12 +17,13 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import row_devices
 from jaxrl.models.parameters import Params
 from jaxrl.process.json_types import Keywords
-from jaxrl.roles.declared import Program
+from jaxrl.roles.actor import shared_base
+from jaxrl.roles.declared import Program, Resident
 from jaxrl.roles.microbatch import scored_part
 from jaxrl.roles.run_shapes import RunArrays
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
-from jaxrl.sharding.ledger import attribute, current
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put, to_host
 from jaxrl.types import Array, Rollout, Sequences
 
@@ -35,12 +36,8 @@ class Reference:
         to the host while the reference is not asked."""
         self.params, self._devices = params, row_devices(mesh)
         self._model, self._mesh = model, mesh
-        current().resident(
-            "reference.params",
-            *attribute(self, "params"),
-            stages=("reference.score",),
-            offload=config.offload.frozen,
-        )
+        for resident in reference_residents(config):
+            resident.keep(self)
         self._rows = NamedSharding(mesh, PartitionSpec(ROWS))
         temperature, chunk = config.sampling.temperature, config.distill.loss_chunk
         self._score = reference_program(model, mesh, temperature, chunk)
@@ -78,6 +75,19 @@ def reference_program(model: DecoderConfig, mesh: Mesh, temperature: float, chun
         return completion_logprobs(model, params, sequences, mesh, **options)
 
     return jax.jit(reference_logprobs, out_shardings=everywhere)
+
+
+def reference_residents(config: Config) -> tuple[Resident, ...]:
+    """Returns the arrays that the reference keeps: below adapters that begin at zero, the base."""
+
+    def weights(run: RunArrays) -> Params:
+        params = run.params("reference", run.shapes.reference, layout="stacked")
+        return {"merged": params} if run.shapes.inputs.adapted else params
+
+    shares = shared_base(config, config.reference.compute_dtype) if config.trains_adapters else ""
+    options: Keywords = {"offload": config.offload.frozen, "shares": shares}
+    stages = ("reference.score",)
+    return (Resident("reference.params", "parameters", weights, stages, "params", **options),)
 
 
 def reference_programs(run: RunArrays) -> Iterator[Program]:

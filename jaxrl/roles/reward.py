@@ -43,10 +43,10 @@ from jaxrl.models.bert import read_json
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import Params
 from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport
-from jaxrl.roles.declared import Program
+from jaxrl.roles.declared import Program, Resident
 from jaxrl.roles.run_shapes import RunArrays
 from jaxrl.runtime.worker import detail, phase
-from jaxrl.sharding.ledger import attribute, current
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 from jaxrl.types import NO_INPUTS, Completion, Prompt, Rollout, TemplateInputs
 
@@ -316,12 +316,8 @@ class RewardModel:
         with phase(f"loads {source.name}"):
             scorer = self._scorer = RewardScorer(source, mesh, *options)
             dated(scorer.tokenizer, config.data.chat_date)
-        current().resident(
-            "reward.params",
-            *attribute(scorer, "params"),
-            stages=("reward.score",),
-            offload=config.offload.frozen,
-        )
+        for resident in reward_residents(config):
+            resident.keep(scorer)
 
     def score(self, rollout: Rollout) -> tuple[np.ndarray, int]:
         """Rewards [B] float32, in the model's own unit; 0 at padding rows. And how many sequences
@@ -347,6 +343,17 @@ def before_last_turn(prompt: Prompt, completion: Completion) -> str | Sequence[M
         return prompt.text + "".join(turn.text for turn in turns)
     roles = {"assistant": "assistant", "environment": "user"}
     return [*chat, *({"role": roles[turn.role], "content": turn.text} for turn in turns)]
+
+
+def reward_residents(config: Config) -> tuple[Resident, ...]:
+    """Returns the arrays that a reward model keeps, without its head of one row."""
+
+    def weights(run: RunArrays) -> Params:
+        model = run.shapes.inputs.reward
+        return {} if model is None else run.params("reward", model)
+
+    stages, offload = ("reward.score",), config.offload.frozen
+    return (Resident("reward.params", "parameters", weights, stages, "params", offload=offload),)
 
 
 def reward_programs(run: RunArrays) -> Iterator[Program]:

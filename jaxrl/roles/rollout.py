@@ -24,15 +24,15 @@ from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import frozen_and_trained, join, merged
 from jaxrl.models.packing import room_of, row_devices
-from jaxrl.models.parameters import Params, abstract_params, param_shardings, unstack
-from jaxrl.roles.actor import SENT
-from jaxrl.roles.declared import Program, local_bytes
+from jaxrl.models.parameters import Layout, Params, abstract_params, param_shardings, unstack
+from jaxrl.roles.actor import PUBLISHED, SENT, shared_base
+from jaxrl.roles.declared import Program, Resident, local_bytes
 from jaxrl.roles.run_shapes import RunArrays
 from jaxrl.roles.sampling_programs import sampling_params, sampling_programs
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Aborted, Engine
 from jaxrl.sharding.axes import ROWS
-from jaxrl.sharding.ledger import attribute, current
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import Shards, checksums, put, reshard, to_host
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, Tree, Weights
@@ -185,23 +185,10 @@ class Sampler:
         )
         _, self._shardings = frozen_and_trained(param_shardings(model, mesh, "unstacked"))
         if params is None and not teacher:
-            stages, offload = ("rollout.generate", "rollout.sample"), config.offload.params
             dtype = jnp.dtype(config.rollout.dtype)
             _, self._expected = frozen_and_trained(abstract_params(model, dtype, "unstacked"))
-            # New weights follow every update before anything is sampled.
-            current().resident(
-                "rollout.params",
-                *attribute(self, "params"),
-                stages=stages,
-                offload=offload,
-                stale_at=("actor.update",),
-            )
-            current().resident(
-                "rollout.base",
-                *attribute(self, "_base"),
-                stages=(*stages, "rollout.load"),
-                offload=offload,
-            )
+            for resident in rollout_residents(config):
+                resident.keep(self)
         projection = Projection.of(config, mesh, vocab_size)
         self._topk = topk_program(projection, self.model)
         self._merge = merge_adapters_program(model, mesh) if merges else None
@@ -363,6 +350,45 @@ def merge_adapters_program(model: DecoderConfig, mesh: Mesh) -> Wrapped:
         return merged(join(unstack(base), adapters), scale)
 
     return jax.jit(merge, out_shardings=param_shardings(model.plain, mesh, "unstacked"))
+
+
+def rollout_residents(config: Config) -> tuple[Resident, ...]:
+    """Returns the arrays that the rollout keeps: where adapters are not merged, these and the base
+    below them."""
+    merges, stages = config.rollout.merge, ("rollout.generate", "rollout.sample")
+    offload = config.offload.params
+    layout: Layout = "stacked" if merges else "unstacked"
+
+    def weights(run: RunArrays) -> Params:
+        if merges:
+            return run.params("rollout", run.student.plain)
+        return frozen_and_trained(run.params("rollout", run.student))[1]
+
+    def base(run: RunArrays) -> Params:
+        return frozen_and_trained(run.params("rollout", run.student, layout=layout))[0]
+
+    return (
+        Resident(
+            "rollout.params",
+            "parameters",
+            weights,
+            stages,
+            "params",
+            offload=offload,
+            made_at=(*PUBLISHED, "rollout.load"),
+            stale_at=("actor.update",),  # new weights follow it before anything is sampled
+            shares="" if merges else "actor.params",
+        ),
+        Resident(
+            "rollout.base",
+            "frozen base weights",
+            base,
+            (*stages, "rollout.load"),
+            "_base",
+            offload=offload,
+            shares=shared_base(config, config.rollout.compute_dtype) if merges else "",
+        ),
+    )
 
 
 def rollout_programs(run: RunArrays) -> Iterator[Program]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -403,8 +403,7 @@ class RunArrays:
         given."""
         dtype = self.config.roles[role].compute_dtype if dtype is None else dtype
         layout = layout or self.shapes.layout(role)
-        abstract = abstract_params(model, jnp.dtype(dtype), layout)
-        return placed(abstract, param_shardings(model, self.meshes[role], layout))
+        return dict(_placed_params(model, self.meshes[role], jnp.dtype(dtype), layout))
 
     def sequences(self, role: str, rows: int, group: int = 1) -> Sequences:
         completions = self.shapes.completions(role)
@@ -480,3 +479,9 @@ class RunArrays:
         width = width_of(longest, longest)
         rows = rows_of(width, batch_tokens) * self.shapes.axes[role].rows
         return tuple(self.array(role, dtype, rows, width) for dtype in (jnp.int32, bool))
+
+
+@lru_cache(maxsize=256)
+def _placed_params(model: DecoderConfig, mesh: Mesh, dtype: jnp.dtype, layout: Layout) -> Params:
+    abstract = abstract_params(model, dtype, layout)
+    return placed(abstract, param_shardings(model, mesh, layout))

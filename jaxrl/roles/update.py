@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxrl.algorithms.methods import tokens_to_balance
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.config.schema import Config
+from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
 from jaxrl.models.lora import frozen_and_trained, join
@@ -316,3 +318,20 @@ def first_rows_program(rows: int, width: int, mesh: Mesh) -> jax.stages.Wrapped:
         return head[:rows]
 
     return jax.jit(first_rows, out_shardings=head_sharding((rows, width), mesh))
+
+
+@lru_cache(maxsize=64)
+def abstract_moments(
+    model: DecoderConfig,
+    mesh: Mesh,
+    optimizer: OptimizerConfig,
+    param_dtype: str,
+    moment_dtype: str,
+) -> Tree:
+    """Returns the optimizer's state for the trained parameters of a model, as
+    `jax.ShapeDtypeStruct`s with shardings."""
+    _, params = frozen_and_trained(abstract_params(model, jnp.dtype(param_dtype)))
+    _, shardings = frozen_and_trained(param_shardings(model, mesh))
+    maker = make_optimizer(optimizer, 1, jnp.dtype(moment_dtype))
+    where = state_shardings(maker, params, shardings, mesh)
+    return placed(jax.eval_shape(maker.init, params), where)

@@ -67,7 +67,13 @@ from jaxrl.sharding.mesh import (
 from jaxrl.sharding.placement import Placement, device_list, parse
 from jaxrl.sharding.reshard import put
 from jaxrl.teacher.cache import CachedTeacher, ScoreCache
-from jaxrl.teacher.local_teacher import AddFeedback, LocalTeacher, RoutedTeachers, Scorer
+from jaxrl.teacher.local_teacher import (
+    AddFeedback,
+    LocalTeacher,
+    RoutedTeachers,
+    Scorer,
+    teacher_residents,
+)
 from jaxrl.teacher.protocol import Info
 from jaxrl.teacher.remote import RemoteTeachers, remote_head
 from jaxrl.types import Tree
@@ -316,7 +322,7 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole:
             samples = TeacherSamples(setup.open_tokenizer(), aligner, config.max_new_tokens)
         local = LocalTeacher(
             *load(setup.teachers["teacher"], projection),
-            config.offloads_follower if follows else config.offload.frozen,
+            *teacher_residents(config),
             follows=follows,
             add_feedback=add_feedback,
             samples=samples,

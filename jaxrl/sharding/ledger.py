@@ -65,8 +65,16 @@ class _Resident:
 
 
 def attribute(owner: object, name: str) -> tuple[Callable[[], Tree], Callable[[Tree], None]]:
-    """Returns the functions that get and set an attribute, for `Ledger.resident`."""
-    return partial(getattr, owner, name), partial(setattr, owner, name)
+    """Returns the functions that get and set an attribute, for `Ledger.resident`; with a name of
+    two parts (`state.params`) a field of a frozen dataclass, which is replaced."""
+    outer, _, inner = name.partition(".")
+    if not inner:
+        return partial(getattr, owner, name), partial(setattr, owner, name)
+
+    def write(tree: Tree) -> None:
+        setattr(owner, outer, replace(getattr(owner, outer), **{inner: tree}))
+
+    return lambda: getattr(getattr(owner, outer), inner), write
 
 
 @dataclass

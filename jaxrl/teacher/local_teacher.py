@@ -5,7 +5,7 @@ with the current ones, or with their moving average. Several take turns, and ans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -35,8 +35,8 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import RowDevices, room_of, row_devices
 from jaxrl.models.parameters import Layout, Params, abstract_params, head, param_shardings
 from jaxrl.rewards.batch_rewards import RewardReport
-from jaxrl.roles.actor import SENT_TO_TEACHER
-from jaxrl.roles.declared import Program, local_bytes
+from jaxrl.roles.actor import PUBLISHED, SENT_TO_TEACHER
+from jaxrl.roles.declared import Program, Resident, local_bytes
 from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_padding, scored_part
 from jaxrl.roles.rollout import Sampler, received
 from jaxrl.roles.run_shapes import RunArrays, generates
@@ -137,7 +137,7 @@ class LocalTeacher:
         self,
         scorer: Scorer,
         sampler: Sampler | None,
-        offload: bool = False,
+        resident: Resident,
         *,
         follows: tuple[Layout, str] | None = None,
         add_feedback: AddFeedback | None = None,
@@ -145,7 +145,7 @@ class LocalTeacher:
     ):
         """
         Args:
-            offload: the weights go to the host while the teacher is not asked.
+            resident: the declaration of the weights.
             follows: layout and dtype of the weights that the actor sends before each batch that is
                 scored, so that batch i is scored with the weights after i batches. The old ones
                 are freed at an update, since new ones come before they are read again. None: the
@@ -156,9 +156,7 @@ class LocalTeacher:
         """
         self._scorer, self._sampler, self._add_feedback = scorer, sampler, add_feedback
         self._samples = samples
-        stages = ("teacher.score", "teacher.generate", "teacher.sample")
-        stale_at = () if follows is None else ("actor.update",)
-        self._write = keep_weights("teacher", scorer, sampler, stages, offload, stale_at)
+        self._write = keep_weights(resident, scorer, sampler)
         if follows is not None:
             layout, dtype = follows
             self._shardings = param_shardings(scorer.model, scorer.mesh, layout)
@@ -212,6 +210,8 @@ class RoutedTeachers:
         self._config, self._projection, self._add_feedback = config, projection, add_feedback
         self._scorers: dict[str, Scorer] = {}
         self._samplers: dict[str, Sampler] = {}
+        residents = teacher_residents(config)
+        self._residents = dict(zip(config.teachers, residents, strict=True))
         self._combines = projection.mixture is not None and projection.distill.signal != "hidden"
         self._rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
         self._devices = row_devices(projection.mesh)
@@ -233,10 +233,7 @@ class RoutedTeachers:
         self._scorers[name] = scorer
         if sampler is not None:
             self._samplers[name] = sampler
-        stages = [f"teacher.{turn}.{name}" for turn in ("score", "generate", "sample")]
-        if self._combines:
-            stages.append(f"teacher.score.{COMBINE}")
-        keep_weights(f"teacher.{name}", scorer, sampler, stages, self._config.offload.frozen)
+        keep_weights(self._residents[name], scorer, sampler)
 
     def score(
         self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
@@ -324,34 +321,49 @@ class RoutedTeachers:
 
 
 def keep_weights(
-    name: str,
-    scorer: Scorer,
-    sampler: Sampler | None,
-    stages: Collection[str],
-    offload: bool,
-    stale_at: Collection[str] = (),
+    resident: Resident, scorer: Scorer, sampler: Sampler | None
 ) -> Callable[[Params | None], None]:
     """Registers the weights of a teacher, which score and sample, in the ledger. Returns what sets
-    both to other ones.
-
-    Args:
-        stages, offload, stale_at: as of `Ledger.resident`.
-    """
+    both to other ones."""
 
     def write(params: Params | None) -> None:
         scorer.params = params
         if sampler is not None:
             sampler.params = params
 
-    current().resident(
-        f"{name}.params",
-        lambda: scorer.params,
-        write,
-        stages=stages,
-        offload=offload,
-        stale_at=stale_at,
-    )
+    resident.register(lambda: scorer.params, write)
     return write
+
+
+def teacher_residents(config: Config) -> tuple[Resident, ...]:
+    """Returns the weights of each teacher of the run, in the order of `config.teachers`."""
+    calls, follows = ("score", "generate", "sample"), config.teacher_follows
+    combines = config.mixture is not None and config.distill.signal != "hidden"
+    averaged, found = "actor.ema" if config.keeps_ema else "actor.params", []
+    for number, name in enumerate(config.teachers or [""]):
+        part = f".{name}" if name else ""
+        stages = [f"teacher.{call}{part}" for call in calls]
+        if name and combines:
+            stages.append(f"teacher.score.{COMBINE}")
+
+        def weights(run: RunArrays, number: int = number) -> Params:
+            models = [model for _, model in run.teachers]
+            return run.params("teacher", models[number]) if models else {}
+
+        offload = config.offloads_follower if follows else config.offload.frozen
+        found.append(
+            Resident(
+                f"teacher{part}.params",
+                f"parameters of {name}" if name else "parameters",
+                weights,
+                tuple(stages),
+                offload=offload,
+                made_at=(*PUBLISHED, "teacher.load") if follows else (),
+                stale_at=("actor.update",) if follows else (),
+                shares=averaged if follows and not offload else "",
+            )
+        )
+    return tuple(found)
 
 
 @lru_cache(maxsize=8)  # one program for all scorers of one shape, and for the runs of a process

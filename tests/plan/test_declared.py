@@ -1,0 +1,81 @@
+"""What a role declares is in the plan, in the ledger and in the report, and told nowhere else."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+
+from jaxrl.config.schema import Config
+from jaxrl.models.config import DecoderConfig
+from jaxrl.plan import build
+from jaxrl.plan.declarations import RESIDENTS
+from jaxrl.plan.table import Plan, plan_json, read_plan
+from jaxrl.roles.actor import actor_residents
+from jaxrl.roles.declared import Resident
+from jaxrl.sharding.ledger import Ledger, use
+from jaxrl.sharding.mesh import Visible
+from jaxrl.sharding.placement import place
+
+ROLES = ("actor", "rollout", "teacher")
+MODEL = DecoderConfig("qwen2", 96, 48, 3, 4, 2, 16, 64)
+COPY = "second copy of the weights"
+
+
+def planned(mesh: str, **keys: object) -> Plan:
+    raw = {
+        "mesh": mesh,
+        "student": {"model": "student"},
+        "teacher": {"model": "teacher"},
+        "data": {"train": "arithmetic"},
+    }
+    config = Config.parse(raw | keys)
+    return build(config, ROLES, place(mesh, ROLES), MODEL, MODEL, Visible((), None), 40)
+
+
+def test_a_resident_that_a_role_declares_is_in_plan_ledger_and_report(monkeypatch) -> None:
+    def more(config: Config) -> tuple[Resident, ...]:
+        params, *others = actor_residents(config)
+        copy = Resident("actor.copy", COPY, params.arrays, ("actor.update",), "copy", offload=True)
+        return (params, *others, copy)
+
+    mesh = "actor+teacher=2,rollout=1"
+    before = planned(mesh)
+    monkeypatch.setitem(RESIDENTS, "actor", more)
+    plan = planned(mesh)
+    kept = {entry.name: entry for entry in plan.accounts["actor"].kept}
+    assert kept[COPY].bytes == kept["parameters"].bytes > 0
+    assert plan.pools[0].bytes == before.pools[0].bytes + kept[COPY].bytes
+    assert "teacher: score" in kept[COPY].away and "actor: update" not in kept[COPY].away
+    # The report reads the parts of plan.json.
+    (actor,) = (x for x in read_plan(plan_json(plan))["roles"] if x["role"] == "actor")
+    (part,) = (part for part in actor["parts"] if part["name"] == COPY)
+    assert (part["bytes"], part["column"]) == (kept[COPY].bytes, "weights")
+
+    ledger = Ledger()
+    use(ledger)
+    role = SimpleNamespace(copy={"kernel": jnp.zeros(64)})
+    more(plan.config)[-1].keep(role)
+    assert ledger.peak == 256
+    ledger.enter("teacher.score")
+    assert role.copy["kernel"].sharding.memory_kind == "pinned_host"
+    ledger.enter("actor.update")
+    assert role.copy["kernel"].sharding.memory_kind == "device"
+    use(Ledger())
+
+
+def test_arrays_that_two_roles_hold_are_counted_once() -> None:
+    """Those of one dtype and layout on the same devices: of the rollout all but the layers, which
+    the actor has stacked."""
+    alone, together = (
+        planned(mesh, actor={"dtype": "bfloat16", "param_dtype": "bfloat16"})
+        for mesh in ("actor=1,rollout=1,teacher=1", "actor+rollout=1,teacher=1")
+    )
+    rollout = {entry.name: entry.bytes for entry in together.accounts["rollout"].kept}
+    actor = {entry.name: entry for entry in together.accounts["actor"].kept}
+    shared = actor["parameters, the rollout's too"]
+    whole = alone.accounts["rollout"].resident
+    assert rollout["parameters"] + shared.bytes == whole
+    assert shared.bytes == 2 * (2 * 96 * 48 + 48)
+    assert json.loads(plan_json(together))["roles"][0]["parts"]
