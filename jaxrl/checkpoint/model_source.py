@@ -233,8 +233,9 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     tokenizer = place if hf.has_tokenizer(place) else None
 
     def read(folder: Path) -> weights.Tensors:
-        tensors = hf.SafetensorsFolder(folder)
-        weights.check_all_read(tensors.names, config, tensors)
+        files = hf.SafetensorsFolder(folder)
+        tensors = weights.with_experts(files, config)
+        weights.check_all_read(files.names, config, tensors)
         return tensors
 
     tensors = open_tensors(name, place, read, weights.tensor_shapes(config))

@@ -82,6 +82,87 @@ class Derived:
         return self.tensors.file(self.stored_name(name))
 
 
+_APART = re.compile(r"(.*experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_TOGETHER = re.compile(r"(.*experts)\.(gate_up|down)_proj")
+
+
+@dataclass(frozen=True)
+class ExpertTensors(Derived):
+    """The tensors of a mixture of experts by its family's names, where they are stored the other
+    way: one for each projection of an expert [out, in], or one for all experts [E, out, in] with
+    the rows of `up` behind those of `gate`. transformers 5 writes models of a family in both
+    ways."""
+
+    tensors: Tensors
+    count: int
+    """Experts of a layer."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        if (stored := self.tensors.shape(name)) is not None:
+            return stored
+        if match := _TOGETHER.fullmatch(name):
+            shapes = [
+                self.tensors.shape(part) for e in range(self.count) for part in _parts(match, e)
+            ]
+            if None in shapes or len(set(shapes)) > 1:
+                return None  # the first that is missing is told under the name of all
+            rows, columns = shapes[0] or ()
+            return self.count, rows * len(shapes) // self.count, columns
+        if match := _APART.fullmatch(name):
+            whole, share = _whole(match)
+            of_all = self.tensors.shape(whole) or ()
+            if len(of_all) == 3 and int(match[2]) < of_all[0]:
+                return of_all[1] // share, of_all[2]
+        return None
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        if self.tensors.shape(name) is not None:
+            return self.tensors.read(name, index)
+        if match := _TOGETHER.fullmatch(name):
+            experts, rows, columns = index
+            read = partial(self._rows, rows=rows, columns=columns)
+            return np.stack([read(_parts(match, e)) for e in range(experts.start, experts.stop)])
+        match = _APART.fullmatch(name)
+        assert match is not None and self.tensors.shape(name) is None
+        rows, columns = index
+        whole, _ = _whole(match)
+        expert, shape = int(match[2]), self.shape(name)
+        assert shape is not None
+        first = shape[0] * (match[3] == "up")
+        box = slice(expert, expert + 1), slice(rows.start + first, rows.stop + first), columns
+        return self.tensors.read(whole, box)[0]
+
+    def _rows(self, parts: Sequence[str], rows: slice, columns: slice) -> np.ndarray:
+        """Reads rows of tensors that lie one behind the other."""
+        found, start = [], 0
+        for part in parts:
+            shape = self.tensors.shape(part)
+            assert shape is not None
+            first, last = max(rows.start - start, 0), min(rows.stop - start, shape[0])
+            if first < last:
+                found.append(self.tensors.read(part, (slice(first, last), columns)))
+            start += shape[0]
+        return np.concatenate(found)
+
+    def file(self, name: str) -> Path:
+        match = _TOGETHER.fullmatch(name)
+        if self.tensors.shape(name) is None and match is not None:
+            name = _parts(match, 0)[0]
+        return self.tensors.file(name)
+
+
+def _parts(match: re.Match[str], expert: int) -> list[str]:
+    """Returns the tensors of an expert that one of all experts holds."""
+    return [f"{match[1]}.{expert}.{part}_proj.weight" for part in match[2].split("_")]
+
+
+def _whole(match: re.Match[str]) -> tuple[str, int]:
+    """Returns the tensor of all experts that holds one of an expert, and how many such it holds of
+    each expert."""
+    name, share = ("down", 1) if match[3] == "down" else ("gate_up", 2)
+    return f"{match[1]}.{name}_proj", share
+
+
 @dataclass(frozen=True)
 class KeptLayers(Derived):
     """The tensors of a model of which only some layers are kept, renumbered from 0."""
@@ -278,6 +359,15 @@ def held_against(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
     return config if all(map(same, bands)) else replace(config, tie_embeddings=False)
 
 
+def with_experts(tensors: Tensors, config: DecoderConfig) -> Tensors:
+    """Returns the tensors of files under the names that the config's family has."""
+    names = (name for name in tensor_shapes(config) if "experts." in name)
+    as_named = all(tensors.shape(name) is not None for name in names)
+    if config.experts is None or as_named or FAMILIES[config.family].alternating:
+        return tensors
+    return ExpertTensors(tensors, config.experts.count)
+
+
 def check(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raises a UserError for the first tensor that is missing or of another shape."""
     for name, shape in expected.items():
@@ -302,7 +392,11 @@ def check_all_read(names: Iterable[str], config: DecoderConfig, tensors: Tensors
     than what was saved. (Layers that borrow keys and values may have tensors of them.)"""
     expected = tensor_shapes(config)
     kinds = config.kinds * (config.n_layers // len(config.kinds))
+    experts = 0 if config.experts is None else config.experts.count
     for name in names:
+        match = _APART.fullmatch(name) if isinstance(tensors, ExpertTensors) else None
+        if match is not None and _whole(match)[0] in expected and int(match[2]) < experts:
+            continue
         if name in expected or not name.startswith(LAYERS) or not name.endswith(ENDINGS):
             continue
         number, _, rest = name.removeprefix(LAYERS).partition(".")

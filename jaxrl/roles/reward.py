@@ -93,8 +93,9 @@ def open_reward(path: str | os.PathLike[str]) -> RewardSource:
     shapes = weights.tensor_shapes(config) | {HEAD: (1, config.d_model)}
 
     def read(place: Path) -> weights.Tensors:
-        tensors = open_weights(place)
-        weights.check_all_read(tensors.names, config, tensors)
+        files = open_weights(place)
+        tensors = weights.with_experts(files, config)
+        weights.check_all_read(files.names, config, tensors)
         return tensors
 
     tensors = open_tensors(os.fspath(path), folder, read, shapes)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from references.tiny import batch
 from tiny_models import NAMES, RAW_CONFIGS, Memory, make_mesh, tiny_config, tiny_model, tiny_tensors
 
-from jaxrl.checkpoint.model_source import ModelSource
+from jaxrl.checkpoint.model_source import ModelSource, resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
 from jaxrl.models import decoder, parameters
@@ -264,6 +264,55 @@ def test_the_text_of_qwen3_5(name: str, tmp_path: Path) -> None:
     raw["layer_types"] = ["linear_attention"] * len(kinds)
     with pytest.raises(UserError, match="at least one needs attention"):
         DecoderConfig.from_hf(whole)
+
+
+def in_other_form(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors with those of experts stored by expert in place of together, or the reverse."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        block, _, rest = name.rpartition("experts.")
+        if not block:
+            found[name] = value
+        elif rest in ("gate_up_proj", "down_proj"):
+            parts = {"down": value} if rest == "down_proj" else {}
+            if not parts:
+                parts["gate"], parts["up"] = np.split(value, 2, axis=1)
+            for part, all_of_them in parts.items():
+                for e, own in enumerate(all_of_them):
+                    found[f"{block}experts.{e}.{part}_proj.weight"] = np.ascontiguousarray(own)
+        else:
+            expert, part, _ = rest.split(".")
+            into = "down_proj" if part == "down_proj" else "gate_up_proj"
+            found.setdefault(f"{block}experts.{into}", {})[int(expert), part == "up_proj"] = value
+    for name, parts in found.items():
+        if isinstance(parts, dict):
+            halves = [[v for (e, up), v in sorted(parts.items()) if up == h] for h in (False, True)]
+            found[name] = np.concatenate([np.stack(half) for half in halves if half], axis=1)
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "gemma4_moe"])
+def test_experts_are_read_whichever_way_they_are_stored(name: str, tmp_path: Path) -> None:
+    """transformers 5 writes a model that it was given one by one, and one that was made in memory,
+    in different ways."""
+    values = in_other_form(tiny_tensors(name))
+    assert values.keys() != tiny_tensors(name).keys()
+    source = resolve_model(write(tmp_path / "other", name, values))
+    config, params = tiny_model(name)
+    assert_same(weights.load(source.tensors, config), params)
+    mesh = make_mesh(1, 2, 1, expert=2)
+    assert_same(weights.load(source.tensors, config, mesh), params)
+    for wrong in ("missing", "shape", "beyond"):
+        damaged = dict(values)
+        apart = [n for n in values if re.search(r"experts\.\d+\.up", n)]
+        key = apart[-1] if apart else next(n for n in values if n.endswith("experts.down_proj"))
+        last = damaged.pop(key)
+        if wrong == "shape":
+            damaged[key] = np.ascontiguousarray(last[..., :-1])
+        elif wrong == "beyond" and apart:
+            damaged |= {key: last, re.sub(r"experts\.\d+", "experts.99", key): last}
+        with pytest.raises(UserError, match=r"experts\.\S+ (of|has) shape|no place for .*99\.up"):
+            resolve_model(write(tmp_path / wrong, name, damaged))
 
 
 LAYOUTS = ("stacked", "unstacked")
