@@ -62,7 +62,7 @@ def digest_model(place: Path, weights: bool = True) -> str:
     return hashlib.sha256(repr(digests).encode()).hexdigest()
 
 
-BASE_WEIGHTS = "weights under the adapters"
+BASE_WEIGHTS = "student.model, weights under the adapters"
 """Name of what a run that trains adapters depends on: `digest_weights` of their base model."""
 
 

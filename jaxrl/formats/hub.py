@@ -492,6 +492,12 @@ PLAIN = re.compile("[0-9A-Za-z_=+:-]{1,200}")
 """An ETag that may become the name of a file."""
 LONGEST_WAIT_S = 310.0
 """How long a hub may ask to be left alone. The public one counts in windows of 300 s."""
+MOST_PAGES = 2000
+"""Of a list; the public hub's have 1000 files each."""
+LONGEST_LIST_S = 600.0
+_pages = threading.local()
+"""Of the list whose pages a thread reads: `began` (`time.monotonic`), `asked` (addresses of pages),
+`following` (that of the next)."""
 
 
 class Unreachable(UserError):
@@ -619,6 +625,26 @@ def _check_answer(response: Any) -> None:
         raise BadAnswer(
             f"{hub} answers with status {status} and asks to be left alone for {seconds:.0f} s;"
             " try again then"
+        )
+    if following := response.links.get("next", {}).get("url"):
+        _check_pages(str(response.url), str(response.url.join(following)))
+
+
+def _check_pages(url: str, following: str) -> None:
+    """Raises BadAnswer for a page of a list that leads to too many others, or to one that was
+    read."""
+    if url != getattr(_pages, "following", None):
+        _pages.asked, _pages.began = {url}, time.monotonic()
+    _pages.following = following
+    again, seconds = following in _pages.asked, time.monotonic() - _pages.began
+    _pages.asked.add(following)
+    count = len(_pages.asked) - 1
+    if again or count >= MOST_PAGES or seconds > LONGEST_LIST_S:
+        how = "the next is one that came before" if again else f"and another after {seconds:.0f} s"
+        path = url.partition("?")[0]
+        raise BadAnswer(
+            f"the list at {path} does not end ({count} pages, {how}); set HF_ENDPOINT to another"
+            " hub"
         )
 
 

@@ -88,18 +88,24 @@ class WeightsRead:
                 part = data[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
                 self.pieces[key] = _threads().submit(_checksum, part)
 
-    def checksums(self, before: Checksums) -> dict[str, dict[str, int]]:
-        """Returns those of all that was read, now or before.
+    def checksums(
+        self, before: Checksums, may_change: Callable[[str], bool]
+    ) -> tuple[dict[str, dict[str, int]], list[str]]:
+        """Returns those of all that was read, now or before, and the names of what has changed.
 
         Raises:
-            UserError: something is not what it was before.
+            UserError: something that may not change is not what it was before.
         """
-        found = {file: dict(pieces) for file, pieces in before.items()}
+        found = {file: dict(was) for file, was in before.items() if not may_change(file)}
+        changed: dict[str, None] = {}
         for (file, piece), future in self.pieces.items():
-            own, checksum = found.setdefault(file, {}), future.result()
-            if own.setdefault(piece, checksum) != checksum:
-                raise has_changed(file, f"tensor {piece.rpartition(' ')[0]}")
-        return found
+            checksum, tensor = future.result(), f"tensor {piece.rpartition(' ')[0]}"
+            if before.get(file, {}).get(piece, checksum) != checksum:
+                if not may_change(file):
+                    raise has_changed(file, tensor)
+                changed[f"{file}, {tensor}"] = None
+            found.setdefault(file, {})[piece] = checksum
+        return found, [*changed]
 
 
 def _checksum(part: np.ndarray) -> int:

@@ -879,44 +879,66 @@ def check_inputs(setup: Setup, role: str) -> None:
             raise has_changed(f"what {' and '.join(names)} names")
 
 
+def may_have_changed(setup: Setup, role: str, file: str) -> bool:
+    """Returns whether a run that resumes may find other weights in a file that a role reads: by
+    `resume_changed`, all that names it."""
+    allowed = setup.config.resume_changed
+    if not isinstance(allowed, tuple):
+        return allowed
+    folder = Path(file).parent.resolve()  # the file may be a link, as in the cache of a hub
+    names = [
+        name
+        for key, name, place, _ in _models(setup)
+        if key.startswith(READS[role])
+        and folder.is_relative_to((place.parent if place.is_file() else place).resolve())
+    ]
+    return bool(names) and all(name.startswith(allowed) for name in names)
+
+
+def _models(setup: Setup) -> Iterator[tuple[str, str, Path, Callable[[Path], str]]]:
+    """Yields (the key, the name as what a run depends on, the folder or file, its digest) of each
+    model that the roles of a run open."""
+    config = setup.config
+    weights = config.needs_reference or config.trains_adapters
+    student = setup.student.path if weights else setup.student.tokenizer_path
+    key = "student.model"
+    if student is not None:
+        name = f"{key}={config.student.model}"
+        yield key, name, student, partial(digest_model, weights=weights)
+    opened = [(key, setup.student)]
+    for name, teacher in ({} if config.teacher_follows else setup.teachers).items():
+        teacher_key = config.teacher_key(name)
+        named = f"{teacher_key}={config.teacher_models[name]}"
+        yield teacher_key, named, teacher.path, digest_model
+        opened.append((teacher_key, teacher))
+    for owner, source in opened:
+        if (adapter := source.adapter) is not None:
+            yield owner, f"{owner}, base model {adapter.base}", adapter.base_path, digest_model
+    if config.trains_adapters:
+        yield key, BASE_WEIGHTS, setup.student.base_path, digest_weights
+    if config.learns_from_rewards:
+        embeds = config.policy.advantages == "similarity"
+        grouper = config.grouper.model if embeds else None
+        for owner, asked in {"reward.model": config.reward.model, "grouper.model": grouper}.items():
+            if asked is not None:
+                yield owner, f"{owner}={asked}", find_folder(asked), digest_model
+
+
 def _inputs(setup: Setup) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
     """Yields the key of each thing that the roles of a run open, and a function that maps it, by
     key and value, to its digest now."""
     config = setup.config
-    weights = config.needs_reference or config.trains_adapters
-    student = setup.student.path if weights else setup.student.tokenizer_path
-    teachers = {} if config.teacher_follows else setup.teachers
-
-    def model(key: str, name: str, place: Path, weights: bool = True) -> dict[str, str]:
-        return {f"{key}={name}": digest_model(place, weights)}
-
-    def base(source: ModelSource) -> dict[str, str]:
-        adapter = source.adapter
-        return (
-            {}
-            if adapter is None
-            else {f"base model {adapter.base}": digest_model(adapter.base_path)}
-        )
-
-    def folder(key: str, name: str) -> dict[str, str]:
-        return model(key, name, find_folder(name))
 
     def scores(folder: str) -> dict[str, str]:
         cache, name = ScoreCache(folder), f"teacher.cache={folder}"
         each = {f"{name}/{file}": digest for file, digest in cache.digests.items()}
         return {name: digest_file(cache.path / MANIFEST)} | each
 
-    if student is not None:
-        key = "student.model"
-        yield key, partial(model, key, config.student.model, student, weights)
-    yield "student.model", partial(base, setup.student)
-    if config.trains_adapters:
-        under = digest_weights(setup.student.base_path)
-        yield "student.model", partial(dict[str, str], {BASE_WEIGHTS: under})
-    for name, teacher in teachers.items():
-        key = config.teacher_key(name)
-        yield key, partial(model, key, config.teacher_models[name], teacher.path)
-        yield key, partial(base, teacher)
+    def model(name: str, place: Path, digest: Callable[[Path], str]) -> dict[str, str]:
+        return {name: digest(place)}
+
+    for key, name, place, digest in _models(setup):
+        yield key, partial(model, name, place, digest)
     for name, info in setup.served.items():
         if isinstance(info, Info):  # completions servers have no fingerprint
             key = config.teacher_key(name, "address")
@@ -931,11 +953,6 @@ def _inputs(setup: Setup) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
     for text in config.reward.functions:
         if not text.startswith(PYTHON):  # of a Python program: the config has its digest
             yield "reward.functions", partial(_code_digests, "reward.functions", text)
-    embeds = config.policy.advantages == "similarity"
-    grouper = config.grouper.model if embeds else None
-    for key, asked in {"reward.model": config.reward.model, "grouper.model": grouper}.items():
-        if asked is not None:
-            yield key, partial(folder, key, asked)
 
 
 def _code_digests(key: str, text: str) -> dict[str, str]:

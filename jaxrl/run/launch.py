@@ -52,7 +52,13 @@ from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import TEMPLATE_TOKENS, Reward, RewardModel, open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.update import first_rows_program
-from jaxrl.run.job import Setup, check_inputs, episodes, reward_functions
+from jaxrl.run.job import (
+    Setup,
+    check_inputs,
+    episodes,
+    may_have_changed,
+    reward_functions,
+)
 from jaxrl.runtime.worker import Future, LocalWorkerGroup, WorkerGroup
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ledger import HOST, current
@@ -416,22 +422,30 @@ def make_role(role: str, setup: Setup, meshes: Mapping[str, Mesh]) -> object:
     """Makes a role of what the run began with, also in a worker that is started again.
 
     The record in the run directory has the checksums of the weights that were read. It counts for
-    workers of this run that are started again, and for a run that resumes, unless that may have
-    other weights.
+    workers of this run that are started again, and for a run that resumes; where that may have
+    other weights (`resume_changed`), what has changed is reported and noted.
     """
     check_inputs(setup, role)
     file = setup.run_dir / OPENED / f"{role}-{jax.process_index()}.json"
     before: Checksums = {}
+    session = ""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         noted = parse_json(read_file(file))
-        resumes = setup.restore is not None and not setup.config.resume_changed
-        if resumes or noted["session"] == setup.session:
+        if setup.restore is not None or noted["session"] == setup.session:
             before = {name: dict(pieces) for name, pieces in noted["weights"].items()}
+            session = noted["session"]
     with reading() as read:
         made = MAKERS[role](setup, meshes)
-    weights = read.checksums(before)
+    resumed = session != setup.session
+    weights, changed = read.checksums(
+        before, lambda file: resumed and may_have_changed(setup, role, file)
+    )
+    for name in changed:
+        to_stderr(f"{role}: changed since: {name}")
     if weights:
-        text = json.dumps({"session": setup.session, "weights": weights}, indent=0)
+        text = json.dumps(
+            {"session": setup.session, "weights": weights, "changed": changed}, indent=0
+        )
         with suppress(OSError):  # a full disk: a worker that is started again is not compared
             file.parent.mkdir(parents=True, exist_ok=True)
             store.put_file(file, lambda path: path.write_text(text, encoding="utf-8"))

@@ -373,6 +373,47 @@ def test_a_hub_that_is_busy_for_ever_is_given_up(
     assert time.monotonic() - began < 10
 
 
+LISTS: dict[str, Callable[[int], str]] = {
+    "one after the other": lambda page: f"cursor={page + 1}",
+    "itself": lambda page: f"cursor={page}",
+    "the first": lambda page: "cursor=0" if page == 3 else f"cursor={page + 1}",
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_list_of_files_ends(
+    two: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(hub_module, "MOST_PAGES", 6)
+    hub.add("org/tiny", two)
+    hub.next_page = LISTS[kind]
+    hub.tree = []
+    told = "before" if kind != "one after the other" else "6 pages"
+    for _ in range(2):
+        refused("org/tiny", f"the list at {hub.url}/api/models/org/tiny/tree/", told)
+        assert sum("/tree/" in path for _, path, _ in hub.asked) <= 8
+        hub.asked.clear()
+    hub.next_page = hub.tree = None
+    weights("org/tiny")
+
+
+def test_a_list_whose_pages_take_long_ends(
+    two: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "LONGEST_LIST_S", 0.2)
+    hub.add("org/tiny", two)
+    hub.next_page = lambda page: f"cursor={page + 1}"
+    refused("org/tiny", "does not end")
+
+
+def test_a_list_of_several_pages_is_read(two: dict[str, bytes], hub: Hub) -> None:
+    hub.add("org/tiny", two)
+    pages = {page: f"cursor={page + 1}" for page in range(5)}
+    hub.next_page = pages.get
+    weights("org/tiny")
+    assert sum("cursor=5" in path for _, path, _ in hub.asked) >= 1
+
+
 @pytest.mark.parametrize(
     "variable",
     and_slow(["HF_ENDPOINT=http://["], ["HF_HUB_ETAG_TIMEOUT=abc", "HF_HUB_DOWNLOAD_TIMEOUT=x"]),

@@ -29,6 +29,7 @@ from jaxrl.formats.hf import SafetensorsFolder, TokenizerFiles
 from jaxrl.models.lora import Lora
 from jaxrl.process.plugin import code_files
 from jaxrl.run import attempt, launch
+from jaxrl.run import job as job_module
 from jaxrl.run.job import check_inputs, dependencies, make_job
 
 ROWS = [{"prompt": f"question {i}", "completion": "a"} for i in range(9)]
@@ -168,7 +169,7 @@ def test_workers_and_saves_have_what_the_run_began_with(tmp_path: Path) -> None:
 
 
 def test_weights_that_a_worker_reads_again_are_those_of_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Any byte of what was read, however it is sliced; a resumed run too, unless that may have
     others."""
@@ -176,6 +177,7 @@ def test_weights_that_a_worker_reads_again_are_those_of_its_run(
     monkeypatch.setattr(launch, "check_inputs", lambda *_: None)
     folder = tmp_path / "model"
     folder.mkdir()
+    (tmp_path / "linked").symlink_to(folder)
     file = folder / "model.safetensors"
     random = np.random.default_rng(0)
     tensors = {"a": random.normal(size=(12, 10)), "b": random.normal(size=7), "c": np.ones(())}
@@ -187,7 +189,9 @@ def test_weights_that_a_worker_reads_again_are_those_of_its_run(
         "rows": [("a", (slice(4, 8), slice(0, 10)))],
     }
 
-    def make(how: str, session: str, resumes: bool = False, allowed: bool = False) -> None:
+    def make(
+        how: str, session: str, resumes: bool = False, allowed: bool | tuple[str, ...] = False
+    ) -> None:
         def maker(*_: object) -> None:
             source = SafetensorsFolder(folder)
             for name, box in boxes[how]:
@@ -200,6 +204,13 @@ def test_weights_that_a_worker_reads_again_are_those_of_its_run(
             restore=tmp_path if resumes else None,
             config=SimpleNamespace(resume_changed=allowed),
         )
+        models = [
+            ("teacher.model", "teacher.model=x", folder, str),
+            ("student.model", "student.model=x", tmp_path / "linked", str),
+            ("student.model", "student.model, weights under it", folder, str),
+            ("reward.model", "reward.model=x", folder, str),
+        ]
+        monkeypatch.setattr(job_module, "_models", lambda setup: models)
         launch.make_role("actor", setup, {})  # type: ignore[arg-type]
 
     make("whole", "first")
@@ -224,7 +235,22 @@ def test_weights_that_a_worker_reads_again_are_those_of_its_run(
             make(how, "second")
     make("whole", "third")  # a run that starts over
     file.write_bytes(whole)
-    make("whole", "fourth", resumes=True, allowed=True)
+    for listed in ((), ("data.train",), ("reward.model",), ("student.model", "reward.model")):
+        with pytest.raises(UserError, match="has changed since"):
+            make("whole", "fourth", resumes=True, allowed=listed)
+    now: bool | tuple[str, ...]
+    for i, now in enumerate((True, ("student.model", "teacher.model"))):
+        changed[start] ^= 1 + i
+        file.write_bytes(changed)
+        make("columns", f"fourth{i}", resumes=True, allowed=now)
+        assert f"actor: changed since: {file}, tensor a\n" in capfd.readouterr().err
+        record = json.loads((tmp_path / "run" / "opened" / "actor-0.json").read_text())
+        assert record["changed"] == [f"{file}, tensor a"]
+        make("whole", f"fourth{i}", resumes=True, allowed=now)  # a worker that is started again
+        changed[start + 4 * 45] ^= 1
+        file.write_bytes(changed)
+        with pytest.raises(UserError, match="has changed since"):
+            make("whole", f"fourth{i}", resumes=True, allowed=now)
 
 
 def test_adapters_are_applied_to_the_weights_that_they_were_trained_on(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -51,6 +51,8 @@ class Hub:
         """Status and headers of the next answers."""
         self.tree: Any = None
         """What is sent as the list of files."""
+        self.next_page: Callable[[int], str | None] | None = None
+        """Number of a page of a list -> the query of its next one."""
         hub = self
 
         class Handler(_Handler):
@@ -70,7 +72,7 @@ class Hub:
         self.repos, self.asked, self.cut, self.failing = {}, [], {}, None
         self.stalled.clear()
         self.lies, self.bodies, self.limited = {}, {}, []
-        self.tree = None
+        self.tree = self.next_page = None
 
     def add(
         self,
@@ -174,15 +176,22 @@ class _Handler(BaseHTTPRequestHandler):
         files = repo.commits[commit]
         if rest[:1] == ["tree"]:
             tree = [_entry(path, content) for path, content in files.items()]
-            return self.send_json(tree if self.served.tree is None else self.served.tree)
+            page = int(query.get("cursor", ["0"])[0])
+            following = None if self.served.next_page is None else self.served.next_page(page)
+            return self.send_json(
+                tree if self.served.tree is None else self.served.tree,
+                None if following is None else f"{urlsplit(self.path).path}?{following}",
+            )
         siblings = [{"rfilename": path} for path in files]
         self.send_json({"id": name, "sha": commit, "siblings": siblings, "private": False})
 
-    def send_json(self, value: Any) -> None:
+    def send_json(self, value: Any, following: str | None = None) -> None:
         content = json.dumps(value).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
+        if following is not None:
+            self.send_header("Link", f'<{self.served.url}{following}>; rel="next"')
         self.end_headers()
         self.wfile.write(content)
 
