@@ -30,8 +30,9 @@ _HASHES = re.compile(r"^[ \t]*#{4}[ \t]*(\S.*)$", re.MULTILINE)
 _STATED = re.compile(
     r"\b(?:answers?|(?:correct|right) (?:option|choice))\b"
     r"(?:[^\n.\d:=—]{0,60}?\b(?:is|are)\b|[^\n.]{0,60}?(?:\b(?:is|are)\b(?! not\b)|[:=—])"
-    r"|(?=[ *_]+(?:[-+−\p{Sc}]*\.?\d"
-    r"|(?:(?:option|choice) )?(?-i:\(?[A-J]\)?)(?:[ .*]|\Z)|(?:[^\x00-\x7f]+ ?){1,3}(?:[.\n]|\Z))))"
+    r"|(?=[ *_]+(?:(?:(?:negative|minus) )?[-+−\p{Sc}]*\.?\d"
+    r"|(?:(?:option|choice) )?(?-i:\(?[A-J]\)?|\([^\x00-\x7f]\))(?:[ .*]|\Z)"
+    r"|(?:[^\x00-\x7f]+ ?){1,3}(?:[.\n]|\Z))))"
     r"[\s:*},]*(.*?)(?=(?<!\bRs)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)\.(?:\s|\Z)|\n|\Z)",
     re.IGNORECASE,
 )
@@ -90,15 +91,16 @@ _LETTER = re.compile(
 )
 """The upright i, e and d of formulas: no units."""
 _UNSIGNED = (
-    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?"
-    r"(?:\s?/\s?\d+(?!\d|\.\d))?|(?<![\w.])\.\d+)"
+    r"(?:(?:(?:\d{1,3}(?:,\d{3})+|\d\d?(?:,\d\d)+,\d{3})(?!\d)|\d+)(?:\.\d+)?"
+    r"(?:[eE][-+]?\d{1,3}(?!\d))?(?:\s?/\s?\d+(?!\d|\.\d))?|(?<![\w.])\.\d+)"
 )
 NUMBER = re.compile(
     # a sign, unless it is an operator after an operand
     rf"(?:(?:(?<![\w.)\]}}])|(?<={SOLID}))[-+])?"
     rf"(?:\d+ \d+\s?/\s?\d+(?!\d|\.\d)|{_UNSIGNED})"
 )
-"""In a text that `plain` returned. A sign, thousands commas, decimals, exponents, a/b, `1 1/2`."""
+"""In a text that `plain` returned. A sign, commas of thousands or lakhs, decimals,
+exponents, a/b, `1 1/2`."""
 _SCALES = {word: row[0] for row in table()["scales"] for word in row[1].split("|")}
 _SCALE = "|".join(_SCALES)
 _WHOLE = re.compile(
@@ -529,7 +531,8 @@ def _last_boxes(text: str) -> tuple[int, str] | None:
             break
         start = before[0]
         parts.insert(0, before[2])
-    return end, ", ".join(dict.fromkeys(parts))
+    behind = re.match(rf"\$?\s?((?:{_SCALE})\b|\\?%)", text[end:])
+    return end, ", ".join(dict.fromkeys(parts)) + (f" {behind[1]}" if behind else "")
 
 
 def unit_of(rest: str) -> str | None:
@@ -683,8 +686,8 @@ def same_answer(a: str, b: str) -> bool:
     return spelled(a) == spelled(b) if x is None or y is None else x.same(y)
 
 
-_OPTION = r"(?:[A-J]|(?![a-zA-Z\p{Greek}])\p{L})"
-"""A letter of Greek is a symbol."""
+_OPTION = r"(?:[A-JΑ-Κ]|(?![a-zA-Z\p{Greek}])\p{L})"
+"""A small letter of Greek is a symbol."""
 _CHOICE = re.compile(
     rf"(?:(?:option|choice) )?(?:\( ?({_OPTION}) ?\)|({_OPTION})"
     r"(?=[.:)]|,? (?:because|since|as|for)\b|\Z))"

@@ -309,6 +309,7 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 def _latex(text: str) -> str:
     """Writes an answer as LaTeX: no delimiters, units and prose; its characters as commands."""
+    text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)
     for old, new in _CHARACTERS.items():
         text = text.replace(old, new)
     text = re.sub(r"\\[dtc]?frac(?=\s*[{\d])", r"\\frac", tidy(text))

@@ -17,18 +17,30 @@ import yaml
 WORDS = Path(__file__).parent.parent / "assets" / "answer_words.yaml"
 SOLID = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Hangul}\p{LB=SA}]"
 """Letters of scripts that put no space between words, or none before particles."""
-_WORD = re.compile(r"[^\W\d_]+")
-_PREFIXES = r"(?:[وف]?(?:ال)?|[וש]?ה?)"
+_LETTER = r"[^\W\d_²³]"
+"""Exponents are digits to Unicode, but to `re` they are letters."""
+_WORD = re.compile(rf"{_LETTER}+")
+_PREFIXES = r"(?:[وف]??(?:ال)??|[וש]??ה??)"
 """Conjunctions and articles that are written as one with the word behind them."""
+_NUMBER = r"-?\d(?:[\d.,]*\d)?"
 _PLACES = {
-    "behind a number": r"(?<=[\d$])[^\S\n]?(?:%s)",
+    "before its number": rf"(?<![\d)}}$])(?<![\d)}}$] )(?:%s)[^\S\n]?(?P<number>{_NUMBER})",
+    "behind its number": rf"(?<![\d.,-])(?P<number>{_NUMBER}\s?[^\s\d.,;:]{{0,8}}?)\s?(?:%s)",
+    "before an option": r"(?:%s)(?=[\s:*$(]*[a-j](?![^\W_]))",
+    "behind a number": r"(?<=[\d$}])[^\S\n]?(?:%s)",
     "anywhere": "%s",
-    "answer": r"(?:%s)(?:(?P<between>[^\n.:=\d]{0,60}?)(?:%s))?",
+    "answer": r"(?:%s)(?:(?P<between>[^\n.:=\d]{0,60}?)(?:%s)"
+    r"|(?P<direct>(?=[ *_]+[-$]?\d(?!\d*[).]?:(?:\D|$)))))?",
     "at the end": r"(?:%s)(?=[\s*\"')\]}]*(?:[.,;!?]|$))",
 }
-"""Parts of the table -> where its words count; of an answer, with the words of the part `is`."""
-_SHAPES = ("<wide>", "<narrow>", "<small>", "<font>")
-"""Of compatibility characters that are another character in another shape."""
+"""Parts of the table -> where its words count; of an answer, with the words of the part `is`, or
+directly before a number."""
+_CHOICE = re.compile(r"(?<![^\W_])[A-J]、(?!\s*[A-J](?![^\W_]))")
+"""`B、北京` is a choice, `A、B` are two."""
+_SHAPES = ("<wide>", "<narrow>", "<small>", "<font>", "<square>", "<circle>")
+"""Of compatibility characters that are other characters in another shape."""
+_FORMS = {"<circle>": "(%s)", "<square>": " %s", "<compat>": " %s"}
+"""`②` is (2); `18㎡` and `18℃` are a number and a unit."""
 _NAMED = {"SEMICOLON": "; ", "COLON": ": ", "COMMA": ", ", "PERCENT SIGN": "%"}
 _NAMED |= {"DECIMAL SEPARATOR": ".", "THOUSANDS SEPARATOR": ",", "WAVE DASH": "~"}
 _NAMED |= {"DOUBLE": '"', "CORNER BRACKET": '"', "LENTICULAR BRACKET": " ", "HYPHEN": "-"}
@@ -52,7 +64,8 @@ def in_english(text: str) -> str:
     ` answer is 18`."""
     text, (whole, stems) = in_ascii(text), _telling_words()
     said = set(_WORD.findall(text.lower()))
-    other = regex.search(rf"{SOLID}|\p{{Arabic}}|\p{{Hebrew}}", text)  # no words between spaces
+    other = regex.search(rf"{SOLID}|\p{{Arabic}}|\p{{Hebrew}}|%\d", text)  # no words between spaces
+    text = regex.sub(r"(?<!\p{L})(\p{Hebrew})-(?=\d)", r"\1 ", text)
     if not other and whole.isdisjoint(said) and not any(word.startswith(stems) for word in said):
         return text
     for pattern, meanings in _passes():
@@ -60,11 +73,16 @@ def in_english(text: str) -> str:
         parts, at = [], 0
         for m in pattern.finditer(lower):
             word, (start, end) = m["solid"] or m["spaced"], m.span()
-            if m["spaced"] and (_is_mark(lower, start - 1) or _is_mark(lower, m.end("spaced"))):
+            a, b = m.span("spaced")
+            if m["spaced"] and (_is_mark(lower, a - 1) or _is_mark(lower, b)):
                 continue  # a part of a word
             stem = next(word[:n] for n in range(len(word), 0, -1) if word[:n] in meanings)
-            parts += [text[at:start], " ", meanings[stem], " "]
-            if (between := m.groupdict().get("between")) is not None:
+            groups, space = m.groupdict(), "" if text[end : end + 1] in ("²", "³") else " "
+            number = text[slice(*m.span("number"))] if "number" in groups else ""
+            parts += [text[at:start], " ", meanings[stem].format(number), space]
+            if m.lastgroup == "direct":
+                parts.append("is ")
+            elif (between := groups.get("between")) is not None:
                 changes = any(f" {row[0]} " in between for row in table()["anywhere"])
                 parts += [between, " " if changes else " is "]
             at = end
@@ -92,6 +110,8 @@ def _replaced(m: re.Match[str]) -> str:
     wide = unicodedata.normalize("NFKC", m[0])
     if inside and wide in ",.:":
         return wide
+    if m[0] == "、" and _CHOICE.match(text, max(0, start - 1)):
+        return ". "
     written = _written(m[0])
     return "-" if inside and written == "~" else written
 
@@ -101,8 +121,10 @@ def _written(character: str) -> str:
     digit = unicodedata.decimal(character, None)
     if digit is not None:
         return str(digit)
-    if unicodedata.decomposition(character).startswith(_SHAPES):
-        wide = unicodedata.normalize("NFKC", character)
+    shape, _, codes = unicodedata.decomposition(character).partition(" ")
+    if shape in _SHAPES or shape == "<compat>" and unicodedata.category(character) == "So":
+        wide = "".join(chr(int(code, 16)) for code in codes.split())
+        wide = _FORMS.get(shape, "%s") % wide
         return ". " if wide in ".!?。" else wide + " " * (wide in ",;:")
     if regex.match(r"\p{STerm}", character):
         return ". "
@@ -146,5 +168,6 @@ def _any(rows: list[tuple[str, str, str]], part: str) -> str:
     forms = {word: re.escape(word).replace(r"\*", r"[^\W\d_]*") for word in words}
     solid = "|".join(form for word, form in forms.items() if regex.search(SOLID, word))
     spaced = "|".join(form for word, form in forms.items() if not regex.search(SOLID, word))
-    whole = rf"(?<![^\W\d_])(?<!\\){_PREFIXES}(?P<spaced>{spaced})(?![^\W\d_])|(?P<solid>{solid})"
+    solid, spaced = solid or "(?!)", spaced or "(?!)"
+    whole = rf"(?<!{_LETTER})(?<!\\){_PREFIXES}(?P<spaced>{spaced})(?!{_LETTER})|(?P<solid>{solid})"
     return f"(?:{whole})" if part != "is" else re.sub(r"\?P<\w+>", "?:", f"(?:{whole})")
