@@ -316,7 +316,7 @@ def measure(run: DescribedRun, program: Program, seconds: float) -> Measured:
     Raises whatever the compiler or the device does, out of memory for one, with a note of the
     bytes that the plan counts.
     """
-    planned = program.planned(run.accounts[program.role])
+    planned = run.accounts[program.role].planned(program)
     try:
         return _measured(run, program, seconds, planned)
     except Exception as error:

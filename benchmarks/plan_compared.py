@@ -1,11 +1,12 @@
 """What the plan says of programs, against the compilers of GPUs and TPUs; prints a table.
 
-    python benchmarks/plan_compared.py [REGEX] [--compiled FILE]
+    python benchmarks/plan_compared.py [REGEX] [--compiled FILE] [--walk]
 
 No accelerator is needed, but the extra `aot`. Each program of `CASES` whose name has the pattern is
 traced from `config.json` alone and compiled up to the assignment of its memory, in about 10 s each.
 With `--compiled` the compilers' figures are read from that file where it has them, and added to
-it where not: a change of the plan is then compared in seconds.
+it where not: a change of the plan is then compared in seconds. With `--walk` the first figure is
+that of the walk over the program's equations (`plan.live_arrays`) in place of the plan's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from compiled_runs import GROUP, NEW, PROMPT, config, planned_and_reported, prog
 from large_models import NAMED
 
 from jaxrl.config.schema import Config
+from jaxrl.plan.live_arrays import live_arrays
+from jaxrl.roles.declared import local_bytes
 
 GB = 1e9
 TARGETS = {
@@ -74,9 +77,15 @@ class Case:
         """Bytes that the role holds on a device while the program runs, by the plan alone."""
         for plan, program in programs(self.run(tmp), self.target, self.program):
             if program.role == self.role:
-                size = plan.accounts[self.role].planned(program)
-                assert size is not None
-                return size
+                return plan.accounts[self.role].planned(program)
+        raise KeyError(f"no run of {self.keys} has a program {self.role} {self.program}")
+
+    def walked(self, tmp: Path) -> int:
+        """The same by the walk over the program's equations."""
+        for _, program in programs(self.run(tmp), self.target, self.program):
+            if program.role == self.role:
+                arguments = local_bytes((program.args, program.kwargs))
+                return arguments + program.beside + live_arrays(program).bytes
         raise KeyError(f"no run of {self.keys} has a program {self.role} {self.program}")
 
     def compared(self, tmp: Path) -> tuple[int, int]:
@@ -140,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("pattern", nargs="?", default="", help="of the names; default: all")
     parser.add_argument("--compiled", type=Path, help="file of the compilers' figures")
+    parser.add_argument("--walk", action="store_true", help="the walk in place of the plan")
     args = parser.parse_args()
     file = args.compiled
     known = json.loads(file.read_text()) if file is not None and file.exists() else {}
@@ -158,6 +168,9 @@ def main() -> None:
     print("| program | planned, GB | compiled, GB | off by |\n| --- | --- | --- | --- |")
     for name in names:
         planned, compiled = row(name)
+        if args.walk:
+            with tempfile.TemporaryDirectory() as tmp:
+                planned = CASES[name].walked(Path(tmp))
         off = planned / compiled - 1
         print(f"| {name} | {planned / GB:.2f} | {compiled / GB:.2f} | {off:+.1%} |", flush=True)
 

@@ -39,6 +39,7 @@ from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
 from jaxrl.plan import target_plan
 from jaxrl.plan.advice import Change
 from jaxrl.plan.declarations import RunPrograms
+from jaxrl.plan.live_arrays import Array, live_arrays
 from jaxrl.plan.plan_inputs import GB
 from jaxrl.plan.table import MB, Plan
 from jaxrl.process.streams import silenced, table_lines
@@ -53,6 +54,8 @@ LONGEST = ("update", "decode")
 """Programs that take as long to compile as all others: they have a process of their own."""
 THUNKS = "*thunk_sequence_after_thunk_passes*"
 """Files in XLA's dump that list the kernels and CUDA graphs which a GPU program launches."""
+LARGEST = 3
+"""Arrays at a program's peak that are named."""
 MEMORY = "*memory-usage-report.txt"
 """The file in XLA's dump that has the memory of a TPU program."""
 NO_TILES = "Couldn't find output tile sizes"
@@ -61,8 +64,8 @@ WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False} | NO_MERGING
 matrix products (of heads of 36, for example), where the autotuner would have chosen cuBLAS."""
 LEGEND = (
     "planned, compiled: what a device holds of the role while the program runs, by the plan and by"
-    " the compiler\nplanned is - where a larger program of the role determines the peak; calls a"
-    " step: eval where only evaluations call it, waits where a sample has to wait for pages"
+    " the compiler\ncalls a step: eval where only evaluations call it, waits where a sample has to"
+    " wait for pages"
 )
 
 
@@ -74,8 +77,8 @@ class Checked:
     role: str
     name: str
     devices: int
-    planned_bytes: int | None
-    """By the plan; None where a larger program of the role determines the peak."""
+    planned_bytes: int
+    """By the plan."""
     calls_a_step: int
     """0 if no training step calls it."""
     otherwise: str = "eval"
@@ -88,6 +91,8 @@ class Checked:
     """Why it does not compile."""
     seconds_to_compile: float = 0.0
     """And to lower it."""
+    largest: tuple[Array, ...] = ()
+    """The largest arrays that it makes and holds at its peak, by the walk over its equations."""
     collectives: Mapping[str, Collective] = field(default_factory=dict)
     attention: str | None = None
     """The kernel (`hlo.Compiled.attention`)."""
@@ -146,18 +151,17 @@ class Report:
     def text(self) -> str:
         """Returns the plan, the table of programs and the notes below it, as they are printed."""
         target = self.target
-        largest = max((p.compiled_bytes or p.planned_bytes or 0 for p in self.programs), default=0)
+        largest = max((p.compiled_bytes or p.planned_bytes for p in self.programs), default=0)
         unit, unit_name = (GB, "GB") if largest >= GB else (MB, "MB")
         title = f"{self.plan.placement.spec}, compiled for {target.name} ({target.kind}):"
         title += f" {unit_name} on each device"
         rows, sent, graphs = [], [], []
         for one in self.programs:
             planned, compiled, off = one.planned_bytes, one.compiled_bytes, "-"
-            if planned and compiled is not None:
+            if compiled is not None:
                 off = f"{planned / compiled - 1:+.0%}"
             sizes = (
-                missing if size is None else f"{size / unit:.2f}"
-                for size, missing in ((planned, "-"), (compiled, "fails"))
+                "fails" if size is None else f"{size / unit:.2f}" for size in (planned, compiled)
             )
             calls = str(one.calls_a_step or one.otherwise)
             rows.append((one.role, one.name, calls, *sizes, off, one.attention or ""))
@@ -187,6 +191,7 @@ class Report:
             f" {_size(target.usable)} that a run may use"
             for name, size in self.peaks.items()
         ]
+        lines += self._largest_lines()
         seconds = f"{sum(one.seconds_to_compile for one in self.programs):.0f} s of compiling"
         lines.append(f"{len(self.programs)} programs, {seconds}, {PROCESSES} at a time")
         failures = [f"  {failure}" for failure in self.failures]
@@ -202,6 +207,19 @@ class Report:
             lines += ["", *candidate_lines(self.search[0], self.search[1:]), "", result]
         parts = [self.plan.text(), "\n".join(lines) + "\n"]
         return "\n".join(parts + ([self.suggested.text()] if self.suggested else []))
+
+    def _largest_lines(self) -> list[str]:
+        """Returns, for the fullest program of each role, what fills the device beside its
+        arguments, and the lines of jaxrl that make it."""
+        fullest: dict[str, Checked] = {}
+        for one in sorted(self.programs, key=lambda one: one.compiled_bytes or one.planned_bytes):
+            fullest[one.role] = one
+        lines = []
+        for one in fullest.values():
+            arrays = (f"{_size(x.bytes)} {x.form} ({x.line or 'jax'})" for x in one.largest)
+            if parts := ", ".join(arrays):
+                lines.append(f"{one.role} {one.name}: its largest arrays are {parts}")
+        return lines
 
     def json(self) -> str:
         """Returns one JSON object (docs/accelerators.md lists its keys); sizes are bytes on one
@@ -359,9 +377,10 @@ def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iter
                 for entry in account.entries
                 if entry.phase is None and entry.there(moment)
             )
-            planned = plan.accounts[role].planned(program)
+            planned, live = plan.accounts[role].planned(program), live_arrays(program)
             row = Checked(role, program.name, len(devices), planned, program.calls)
-            row = replace(row, otherwise=program.otherwise, others=others)
+            largest = live.arrays[:LARGEST]
+            row = replace(row, otherwise=program.otherwise, others=others, largest=largest)
             yield row
             begin = time.monotonic()
             try:

@@ -15,7 +15,8 @@ from jaxrl.errors import counted
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import fuses
 from jaxrl.plan.array_bytes import Pass, trained_bytes
-from jaxrl.roles.declared import Program
+from jaxrl.plan.live_arrays import live_arrays
+from jaxrl.roles.declared import Program, local_bytes
 from jaxrl.roles.run_shapes import RunInputs, RunShapes
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.placement import Pool
@@ -88,16 +89,19 @@ class Account:
     def peak(self) -> int:
         return peak((self,))[0]
 
-    def planned(self, program: Program) -> int | None:
-        """Returns the bytes of the role on one device while a program of it runs; None where the
-        plan does not count it apart, because a larger program of the role covers it."""
+    def planned(self, program: Program) -> int:
+        """Returns the bytes of the role on one device while a program of it runs: those of a phase,
+        or, of a program that is none, by a walk over its equations."""
         stages = (program.name,) if program.stages is None else program.stages
         sizes = [
             size + sum(e.bytes for e in self.kept if e.there(f"{self.role}: {phase}"))
             for phase, size in self.phases().items()
             if phase in stages
         ]
-        return max(sizes, default=None)
+        if sizes:
+            return max(sizes)
+        arguments = local_bytes((program.args, program.kwargs))
+        return arguments + program.beside + live_arrays(program).bytes
 
 
 def peak(accounts: Sequence[Account]) -> tuple[int, str]:

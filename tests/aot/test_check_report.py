@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl.aot.compile_report import Checked, Report
 from jaxrl.aot.hlo import Collective, Graphs
+from jaxrl.plan.live_arrays import Array
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 GB = 10**9
@@ -20,14 +21,15 @@ UPDATE = Checked(
     compiled_bytes=4 * GB,
     collectives=SENT,
     attention="cuDNN's flash attention",
+    largest=(Array(GB, "float32[8,1024]", "losses/head.py:7"),),
 )
 DECODE = Checked(
-    *("actor", "decode", 2, None, 0),
+    *("actor", "decode", 2, 2 * GB, 0),
     others=3 * GB,
     compiled_bytes=2 * GB,
     graphs=Graphs(1, 9, 2),
 )
-BROKEN = Checked("actor", "score", 2, None, 1, error="no kernel")
+BROKEN = Checked("actor", "score", 2, GB, 1, error="no kernel")
 
 
 def report(*programs: Checked, limit: int = 6 * GB) -> Report:
@@ -61,6 +63,12 @@ def test_why_a_run_fails_is_in_the_text_and_in_the_json(programs, limit, reason)
     assert not record["fits"] and record["failures"][0].startswith(reason)
 
 
+def test_the_largest_arrays_of_a_roles_fullest_program_are_named():
+    text = report(UPDATE, DECODE).text()
+    assert "actor update: its largest arrays are 1.0 GB float32[8,1024] (losses/head.py:7)" in text
+    assert "actor decode: its largest" not in text
+
+
 def test_every_key_of_the_json_is_documented():
     text = (DOCS / "accelerators.md").read_text()
     suggested = report(UPDATE)
@@ -68,5 +76,6 @@ def test_every_key_of_the_json_is_documented():
     assert record["fits"] and record["suggested"]["fits"]
     programs = record["programs"]
     parts = [record, *programs, programs[1]["graphs"], programs[0]["collectives"]["all-gather"]]
+    parts += programs[0]["largest"]
     keys = {key for part in parts for key in part}
     assert not [key for key in keys if f"`{key}`" not in text]

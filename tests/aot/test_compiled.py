@@ -149,7 +149,7 @@ def test_a_cache_in_pages_is_neither_copied_nor_gathered(made, paged):
 @pytest.mark.parametrize("name", ["decode", "read again"])
 def test_the_plan_of_a_cache_in_pages_is_what_the_compiler_takes(paged, name):
     program = paged[name].program
-    planned = program.planned(paged[name].plan.accounts["rollout"])
+    planned = paged[name].plan.accounts["rollout"].planned(program)
     assert LEAST <= planned / program.held(paged[name].compiled) <= MOST
 
 
@@ -241,7 +241,7 @@ def test_a_teacher_with_whole_copies_needs_no_collective(made):
 @pytest.mark.parametrize("name", ["update", "score", "prefill"])
 def test_the_plan_of_a_program_is_what_the_compiler_takes(made, name):
     program = made[name].program
-    planned = program.planned(made[name].plan.accounts[program.role])
+    planned = made[name].plan.accounts[program.role].planned(program)
     assert LEAST <= planned / program.held(made[name].compiled) <= MOST
 
 
@@ -254,7 +254,7 @@ CASES = [*((n, remat, {}) for n, remat in UPDATES), (2, "none", QK_NORM)]
 def test_the_plan_of_an_update_is_what_the_compiler_takes(devices, remat, model, tmp_path):
     """At the sizes of the preset."""
     for plan, update in programs(distilled(tmp_path, devices, remat, model), "h200x8", "update"):
-        planned = update.planned(plan.accounts["actor"])
+        planned = plan.accounts["actor"].planned(update)
         assert LEAST <= planned / update.held(update.compile()) <= MOST
 
 
@@ -306,7 +306,7 @@ def test_the_plan_of_an_update_by_rewards_is_what_the_compiler_takes(name, pool,
     )
     ratios = {}
     for each in list(compiling(pool, run, "h200x8", "update", "score")):
-        planned = each.program.planned(each.plan.accounts[each.program.role])
+        planned = each.plan.accounts[each.program.role].planned(each.program)
         ratios[each.program.role] = planned / each.program.held(each.compiled)
     assert ratios.keys() == {"actor", "reference"}
     assert all(LEAST <= ratio <= MOST for ratio in ratios.values()), ratios
@@ -340,7 +340,7 @@ def test_the_plan_of_weights_divided_over_fsdp_is_what_the_compiler_takes(
     )
     for plan, program in programs(run, "h200x16", name):
         if program.role == role:
-            planned = program.planned(plan.accounts[role])
+            planned = plan.accounts[role].planned(program)
             assert LEAST <= planned / program.held(program.compile()) <= MOST
 
 
@@ -572,7 +572,7 @@ def test_a_decode_step_moves_its_tokens_not_the_experts(mixture):
 @pytest.mark.parametrize("name", ["update", "decode"])
 def test_the_plan_of_divided_experts_is_what_the_compiler_takes(mixture, name):
     program = mixture[name].program
-    planned = program.planned(mixture[name].plan.accounts[program.role])
+    planned = mixture[name].plan.accounts[program.role].planned(program)
     assert LEAST <= planned / program.held(mixture[name].compiled) <= MOST
 
 
@@ -599,7 +599,7 @@ def test_a_decode_step_above_the_ridge_computes_the_chosen_experts(pool, tmp_pat
     assert max(blocks)[0] == 128
     assert sum(math.prod(shape[:2]) for shape in blocks) <= 128 * rows / 3
     assert decode.graphs.graphs == 1 and decode.graphs.outside <= 10
-    planned = decode.program.planned(decode.plan.accounts["rollout"])
+    planned = decode.plan.accounts["rollout"].planned(decode.program)
     assert LEAST <= planned / decode.program.held(decode.compiled) <= MOST
 
 
@@ -631,7 +631,7 @@ def test_the_plan_of_adapters_is_what_the_compiler_takes(case, tmp_path):
         reward={"functions": ["exact"]},
     )
     for plan, update in programs(run, target, "update"):
-        planned, found = update.planned(plan.accounts["actor"]), update.held(update.compile())
+        planned, found = plan.accounts["actor"].planned(update), update.held(update.compile())
         print(planned / found)
         assert LEAST <= planned / found <= MOST
 

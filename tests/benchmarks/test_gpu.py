@@ -139,7 +139,7 @@ def test_the_bytes_are_those_of_the_run_s_own_program(rows, name):
         rows = [*gpu_sections.ceilings(bench), *gpu_sections.update(bench)]
     row = next(row for row in rows if row["name"] == name)
     assert row["compiled"] == program.held(program.compile())
-    assert row["planned"] == program.planned(run.accounts[role])
+    assert row["planned"] == run.accounts[role].planned(program)
 
 
 def test_arrays_stand_where_the_abstract_ones_say():

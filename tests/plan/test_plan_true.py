@@ -154,7 +154,6 @@ class Programs:
         """Planned bytes in parts of the compiler's."""
         program, account = self.found[role, name], self.accounts[role]
         planned = account.planned(program)
-        assert planned is not None
         return planned / program.held(program.compile(OPTIONS))
 
 

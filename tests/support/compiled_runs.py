@@ -202,7 +202,6 @@ def _compile(
     for plan, program in programs(run, target, name):
         if program.role == role:
             planned = plan.accounts[role].planned(program)
-            assert planned is not None
             lowered = program.lower()
             yield planned, program.beside + _unread(program, lowered)
             lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})

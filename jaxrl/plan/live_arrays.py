@@ -1,0 +1,539 @@
+"""What a program needs on one device beside its arguments, by a walk over its jaxpr: no formula,
+and no constant fitted to a compiler.
+
+1. What is computed element by element is in memory only where something reads it that is no fusion
+   (a product, a loop, a kernel, a sort, a gather), or where it is a result.
+2. An array lives from the equation that makes it to the last one that reads it, or that reads what
+   is fused from it.
+3. A loop needs its body once, and its stacked results whole; a carry, and what is updated in place,
+   take the place of what they began with, and results that of donated arguments.
+4. Arrays are divided over the devices as what they are computed from, and results as the program
+   says. What a product sums over the devices is whole on each until it is used; weights that are
+   divided along another dim than the result are gathered for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jaxrl.roles.declared import Program
+
+Axes = tuple[str, ...]
+Dims = tuple[Axes, ...]
+"""The axes of the mesh that divide each dim of an array."""
+
+_VIEWS = """broadcast_in_dim iota reshape squeeze transpose expand_dims slice stop_gradient split
+copy sharding_constraint optimization_barrier name reshard pvary"""
+_FUSED = """add sub mul div neg sign max min pow integer_pow exp exp2 log log1p expm1 tanh logistic
+sqrt rsqrt cbrt abs floor ceil round is_finite and or not xor eq ne lt le gt ge select_n rev pad
+convert_element_type copy_p rem sin cos tan erf erf_inv clamp nextafter square shift_left
+shift_right_logical shift_right_arithmetic reduce_precision add_any random_wrap mul_add
+random_unwrap random_bits threefry2x32 bitcast_convert_type population_count real imag concatenate
+device_put psum_invariant stack"""
+VIEWS = frozenset(_VIEWS.split())
+"""Operations that a fusion reads through, whatever reads their results."""
+FUSED = VIEWS | frozenset(_FUSED.split())
+"""Operations element by element."""
+UPDATES = ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+"""Operations that change a part of their first argument."""
+CALLS = {
+    "eval_jaxpr": "call_jaxpr",
+    "pjit": "jaxpr",
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+"""Name of an operation that calls a jaxpr -> the parameter that has it."""
+VIEWS_DEEP = 12
+"""Views of views that are followed."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array that is alive at the peak."""
+
+    bytes: int
+    """On one device."""
+    form: str
+    """Dtype and global shape, as in `f32[8,1024]`."""
+    line: str
+    """File and line of jaxrl that makes it."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """What a program needs beside its arguments."""
+
+    bytes: int
+    arrays: tuple[Array, ...]
+    """Those alive at the peak, the largest first."""
+
+
+@dataclass
+class _Value:
+    """What is known of a variable."""
+
+    dims: Dims
+    roots: frozenset[Any] = frozenset()
+    """Variables in memory from which it is computed."""
+    made: bool = False
+    """It is itself in memory."""
+    batch: bool = False
+    """It depends on the batch, not on weights alone."""
+
+
+class _Variable:
+    """A result of a call that is written out in place: each call has its own."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: Any):
+        self.aval = aval
+
+
+@dataclass(eq=False)
+class _Equation:
+    primitive: Any
+    params: Any
+    invars: list[Any]
+    outvars: list[Any]
+    source: Any
+
+    @property
+    def name(self) -> str:
+        return str(self.primitive.name)
+
+
+class _Flat:
+    """The equations of a jaxpr, with those of the calls in it in their places."""
+
+    def __init__(self, jaxpr: Any):
+        self.invars, self.constvars = list(jaxpr.invars), list(jaxpr.constvars)
+        self.equations: list[_Equation] = []
+        self.outvars = self._inline(jaxpr, {})
+
+    def _inline(self, jaxpr: Any, outer: dict[Any, Any]) -> list[Any]:
+        def look(v: Any) -> Any:
+            return v if isinstance(v, core.Literal) else outer.get(v, v)
+
+        for e in jaxpr.eqns:
+            inner = _called(e)
+            if inner is not None and len(inner.invars) == len(e.invars):
+                within = dict(zip(inner.invars, map(look, e.invars), strict=True))
+                within |= {c: _Variable(c.aval) for c in inner.constvars}
+                results = self._inline(inner, within)
+                outer |= dict(zip(e.outvars, results, strict=True))
+                continue
+            outer |= {v: _Variable(v.aval) for v in e.outvars}
+            given, made = list(map(look, e.invars)), [outer[v] for v in e.outvars]
+            self.equations.append(_Equation(e.primitive, e.params, given, made, e.source_info))
+        return list(map(look, jaxpr.outvars))
+
+
+def _called(e: Any) -> Any:
+    key = CALLS.get(e.primitive.name)
+    inner = e.params.get(key) if key else None
+    return getattr(inner, "jaxpr", inner)
+
+
+def live_arrays(program: Program) -> Live:
+    """Returns what a program needs on one device beside its arguments."""
+    traced = program.jitted.trace(*program.args, **program.kwargs)
+    arguments = program.args, program.kwargs
+    jaxpr = traced.jaxpr.jaxpr
+    leaves = [x for x in jax.tree.leaves(arguments) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves)
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    walk = _Walk({} if mesh is None else dict(mesh.shape))
+    values = []
+    for v, x in zip(jaxpr.invars, leaves, strict=True):
+        spec = getattr(getattr(x, "sharding", None), "spec", None)
+        dims = _dims_of(spec, len(v.aval.shape))
+        # Weights have floats, and no dim that their rows are divided along.
+        batch = v.aval.dtype.kind in "iub" or any(dims[:1])
+        values.append(_Value(dims, batch=batch))
+    infos = jax.tree.leaves(traced.args_info, is_leaf=lambda x: hasattr(x, "donated"))
+    donated = [info.donated for info in infos if hasattr(info, "donated")]
+    given = [v for v, freed in zip(jaxpr.invars, donated, strict=True) if freed]
+    free = [(v.aval.shape, v.aval.dtype) for v in given]
+    flat, over = _Flat(jaxpr), set()
+    for v in flat.outvars:
+        form = (v.aval.shape, v.aval.dtype)
+        if form in free and not isinstance(v, core.Literal):
+            free.remove(form)
+            over.add(v)
+    # How results are divided, where the program says so.
+    said: dict[Any, Dims] = {}
+    for v, out in zip(flat.outvars, jax.tree.leaves(traced.out_info), strict=True):
+        spec = getattr(getattr(out, "sharding", None), "spec", None)
+        if spec is not None and not isinstance(v, core.Literal):
+            said[v] = _dims_of(spec, len(_shape(v)))
+    peak, _, arrays = walk.peak(flat, values, frozenset(over), frozenset(given), said)
+    return Live(peak, tuple(sorted(arrays, key=lambda x: -x.bytes)))
+
+
+def _dims_of(spec: Any, n: int) -> Dims:
+    entries = (*(spec or ()), *[None] * n)[:n]
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return tuple(getattr(v.aval, "shape", ()))
+
+
+def _once(dims: Sequence[Axes]) -> Dims:
+    """Leaves each axis of the mesh at the first dim that it divides."""
+    seen: set[str] = set()
+    found = []
+    for axes in dims:
+        found.append(tuple(axis for axis in axes if axis not in seen))
+        seen.update(axes)
+    return tuple(found)
+
+
+class _Walk:
+    def __init__(self, sizes: dict[str, int]):
+        """Takes the size of each axis of the mesh."""
+        self.sizes = sizes
+
+    def local(self, v: Any, dims: Dims) -> int:
+        """Returns the bytes of a variable on one device."""
+        if not hasattr(v.aval, "shape") or not hasattr(v.aval, "dtype"):
+            return 0
+        item = getattr(v.aval.dtype, "itemsize", 4)
+        count = 1
+        for size, axes in zip(v.aval.shape, dims or [()] * len(v.aval.shape), strict=False):
+            count *= -(-size // math.prod(self.sizes.get(axis, 1) for axis in axes))
+        return int(count * item)
+
+    # How results are divided.
+
+    def spread(self, e: _Equation, xs: list[_Value]) -> list[Dims]:
+        name, params = e.name, e.params
+        out = _shape(e.outvars[0])
+        if name == "sharding_constraint":
+            spec = getattr(params["sharding"], "spec", None)
+            return [xs[0].dims if spec is None else _dims_of(spec, len(out))]
+        if name == "dot_general":
+            return [self._product(params, *xs)]
+        if name == "transpose":
+            return [tuple(xs[0].dims[i] for i in params["permutation"])]
+        if name == "broadcast_in_dim":
+            found: list[Axes] = [()] * len(out)
+            for i, d in enumerate(params["broadcast_dimensions"]):
+                if _shape(e.invars[0])[i] == out[d]:
+                    found[d] = xs[0].dims[i]
+            return [tuple(found)]
+        if name == "reshape":
+            return [self._reshaped(_shape(e.invars[0]), out, xs[0].dims)]
+        if name == "squeeze":
+            gone = params["dimensions"]
+            return [tuple(d for i, d in enumerate(xs[0].dims) if i not in gone)]
+        if name.startswith(("reduce_", "argm")) and name != "reduce_precision":
+            gone = params.get("axes", params.get("dimensions", ()))
+            kept = tuple(d for i, d in enumerate(xs[0].dims) if i not in gone)
+            return [kept] * len(e.outvars)
+        if name == "gather":
+            offset, index = params["dimension_numbers"].offset_dims, list(xs[1].dims[:-1])
+            each = [() if i in offset or not index else index.pop(0) for i in range(len(out))]
+            return [_once(each)]
+        results = []
+        for v in e.outvars:
+            shape = _shape(v)
+            best: list[Axes] = [()] * len(shape)
+            pairs = zip(e.invars, xs, strict=True)
+            for x, value in sorted(pairs, key=lambda pair: not pair[1].batch):
+                given = _shape(x)
+                if len(given) == len(shape):
+                    for k, size in enumerate(shape):
+                        if given[k] == size and not best[k]:
+                            best[k] = value.dims[k]
+                elif given and shape and given[0] == shape[0] and not best[0]:
+                    best[0] = value.dims[0]
+            results.append(_once(best))
+        return results
+
+    @staticmethod
+    def _product(params: Any, left: _Value, right: _Value) -> Dims:
+        (lc, rc), (lb, rb) = params["dimension_numbers"]
+        ours = [left.dims[i] for i in range(len(left.dims)) if i not in (*lc, *lb)]
+        theirs = [right.dims[i] for i in range(len(right.dims)) if i not in (*rc, *rb)]
+        pairs = zip(lb, rb, strict=True)
+        both = [tuple(dict.fromkeys(left.dims[i] + right.dims[j])) for i, j in pairs]
+        if left.batch or not right.batch:
+            return _once(both + ours + theirs)
+        used = {axis for axes in both + theirs for axis in axes}
+        ours = [tuple(axis for axis in axes if axis not in used) for axes in ours]
+        return tuple(both + ours + theirs)
+
+    def _reshaped(self, before: tuple[int, ...], after: tuple[int, ...], dims: Dims) -> Dims:
+        found: list[Axes] = [()] * len(after)
+        i = j = 0
+        while i < len(before) and j < len(after):
+            first, start, p, q = i, j, before[i], after[j]
+            i, j = i + 1, j + 1
+            while p != q:
+                if p < q:
+                    if i >= len(before):
+                        return tuple(found)
+                    p, i = p * before[i], i + 1
+                else:
+                    if j >= len(after):
+                        return tuple(found)
+                    q, j = q * after[j], j + 1
+            axes = next((dims[k] for k in range(first, i) if dims[k]), ())
+            parts = math.prod(self.sizes.get(axis, 1) for axis in axes)
+            at = next((k for k in range(start, j) if after[k] % parts == 0), None)
+            if at is not None:
+                found[at] = axes
+        return tuple(found)
+
+    # What is alive.
+
+    def peak(
+        self,
+        jaxpr: _Flat,
+        given: Sequence[_Value],
+        over: frozenset[Any] = frozenset(),
+        donated: frozenset[Any] = frozenset(),
+        said: Mapping[Any, Dims] = MappingProxyType({}),
+    ) -> tuple[int, list[_Value], list[Array]]:
+        """Returns the bytes at the peak beside the inputs, the results, and the arrays at the peak.
+
+        Args:
+            over: results that are written over inputs.
+            donated: inputs that nothing else reads.
+            said: how some results are divided.
+        """
+        values: dict[Any, _Value] = {}
+
+        def read(v: Any) -> _Value:
+            found = None if isinstance(v, core.Literal) else values.get(v)
+            return found or _Value(((),) * len(_shape(v)))
+
+        for v, x in zip(jaxpr.invars, given, strict=True):
+            values[v] = _Value(x.dims, frozenset([v]), True, x.batch)
+        for v in jaxpr.constvars:
+            values[v] = _Value(((),) * len(_shape(v)), frozenset([v]), True)
+        inputs = {*jaxpr.invars, *jaxpr.constvars}
+        results = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+        stored = self._stored(jaxpr, results)
+        steps: list[tuple[_Equation, frozenset[Any], list[Any], int, list[Array]]] = []
+        for e in jaxpr.equations:
+            xs = [read(v) for v in e.invars]
+            extra, outs, within = self.inner(e, xs)
+            batch = any(x.batch for x in xs)
+            roots = frozenset().union(*(x.roots for x in xs))
+            made = [v for v in e.outvars if v in stored]
+            for v, dims in zip(e.outvars, outs, strict=True):
+                own = frozenset([v]) if v in stored else roots
+                values[v] = _Value(said.get(v, dims), own, v in stored, batch)
+            steps.append((e, roots, made, extra, within))
+        last: dict[Any, int] = {}
+        for k, (_, roots, made, _, _) in enumerate(steps):
+            last |= dict.fromkeys(roots, k)
+            for v in made:
+                last.setdefault(v, k)
+        for v in results:
+            if v in values:
+                last |= dict.fromkeys(values[v].roots, len(steps))
+        free = over | inputs | self._written_over(steps, last, inputs, donated, values)
+        sizes = {v: 0 if v in free else self.local(v, x.dims) for v, x in values.items()}
+        ends: dict[int, list[Any]] = {}
+        for v, k in last.items():
+            ends.setdefault(k, []).append(v)
+        live, peak, where, begun = 0, 0, 0, set[Any]()
+        for k, (_, _, made, extra, _) in enumerate(steps):
+            for v in made:
+                live += sizes[v]
+                begun.add(v)
+            if live + extra > peak:
+                peak, where = live + extra, k
+            live -= sum(sizes[v] for v in ends.get(k, ()) if v in begun)
+        arrays = _filling(steps[where][4], steps[where][3]) if steps else []
+        for e, _, made, _, _ in steps[: where + 1]:
+            for v in made:
+                if last[v] >= where and sizes[v]:
+                    arrays.append(Array(sizes[v], _form(v.aval), _line(e.source)))
+        return peak, [read(v) for v in jaxpr.outvars], arrays
+
+    def _stored(self, jaxpr: _Flat, results: set[Any]) -> set[Any]:
+        """Returns the variables that are in memory."""
+        readers: dict[Any, list[_Equation]] = {}
+        for e in jaxpr.equations:
+            for v in e.invars:
+                if not isinstance(v, core.Literal):
+                    readers.setdefault(v, []).append(e)
+
+        def read_whole(v: Any, depth: int = 0) -> bool:
+            """Returns whether something that is no fusion reads a variable, or a view of it."""
+            for e in readers.get(v, ()):
+                if e.name in VIEWS and depth < VIEWS_DEEP:
+                    if any(read_whole(o, depth + 1) for o in e.outvars):
+                        return True
+                elif e.name not in FUSED and not _reduces(e.name):
+                    return True
+            return depth > 0 and v in results
+
+        return {
+            v
+            for e in jaxpr.equations
+            for v in e.outvars
+            if (v in results and e.name != "iota")
+            or (e.name not in VIEWS and (e.name not in FUSED or read_whole(v)))
+        }
+
+    def _written_over(
+        self,
+        steps: list[tuple[_Equation, frozenset[Any], list[Any], int, list[Array]]],
+        last: dict[Any, int],
+        inputs: set[Any],
+        donated: frozenset[Any],
+        values: dict[Any, _Value],
+    ) -> set[Any]:
+        """Returns carries of loops, and arrays that are updated, which take the place of what they
+        began with; that lives as long as they do."""
+        over, kept = set[Any](), set[Any]()
+        for k, (e, _, made, _, _) in enumerate(steps):
+            if e.name == "scan":
+                consts, carries, _ = _scan_parts(e)
+                begun = e.invars[consts : consts + carries]
+                pairs = list(zip(begun, e.outvars[:carries], strict=True))
+            elif e.name == "while":
+                pairs = list(zip(e.invars[-len(e.outvars) :], e.outvars, strict=True))
+            elif e.name in UPDATES:
+                pairs = [(e.invars[0], e.outvars[0])]
+            else:
+                continue
+            for a, b in pairs:
+                if isinstance(a, core.Literal) or b not in made or a not in values:
+                    continue
+                value = values[a]
+                root = a if value.made else next(iter(value.roots), None)
+                if root is None or root in kept or (not value.made and len(value.roots) > 1):
+                    continue
+                if (root in inputs and root not in donated) or last.get(root, k) > k:
+                    continue
+                over.add(b)
+                kept.add(root)
+                if root not in inputs:
+                    last[root] = last.get(b, k)
+        return over
+
+    # What an equation needs beside its results.
+
+    def inner(self, e: _Equation, xs: list[_Value]) -> tuple[int, list[Dims], list[Array]]:
+        if e.name == "scan":
+            return self._scan(e, xs)
+        if e.name == "while":
+            body, skipped = _Flat(e.params["body_jaxpr"].jaxpr), e.params["cond_nconsts"]
+            carry = frozenset(body.invars[e.params["body_nconsts"] :])
+            over = frozenset(v for v in body.outvars if not isinstance(v, core.Literal))
+            peak, outs, arrays = self.peak(body, xs[skipped:], over, carry)
+            return peak, [o.dims for o in outs], arrays
+        if e.name == "cond":
+            branches = [self.peak(_Flat(b.jaxpr), xs[1:]) for b in e.params["branches"]]
+            peak, outs, arrays = max(branches, key=lambda found: found[0])
+            return self._beyond(e, peak, outs), [o.dims for o in outs], arrays
+        if e.name == "shard_map":
+            return self._shard_map(e, xs)
+        if e.name == "dot_general":
+            extra = 0
+            if any(x.batch for x in xs):  # weights that are divided are gathered
+                for v, x in zip(e.invars, xs, strict=True):
+                    if not x.batch and any(x.dims):
+                        extra += self.local(v, ())
+            return extra, self.spread(e, xs), []
+        return 0, self.spread(e, xs), []
+
+    def _beyond(self, e: _Equation, peak: int, outs: list[_Value]) -> int:
+        results = zip(e.outvars, outs, strict=True)
+        return max(0, peak - sum(self.local(v, o.dims) for v, o in results))
+
+    def _scan(self, e: _Equation, xs: list[_Value]) -> tuple[int, list[Dims], list[Array]]:
+        consts, carries, jaxpr = _scan_parts(e)
+        body, first = _Flat(jaxpr), consts + carries
+        given = xs[:first] + [_Value(x.dims[1:], batch=x.batch) for x in xs[first:]]
+        over = frozenset(v for v in body.outvars[:carries] if not isinstance(v, core.Literal))
+        mine = frozenset(body.invars[consts:first])
+        for _ in range(2):  # until the division of the carry settles
+            peak, outs, arrays = self.peak(body, given, over, mine)
+            for i, out in enumerate(outs[:carries], consts):
+                pairs = zip(given[i].dims, out.dims, strict=True)
+                joined = _once([x if x == y else tuple(dict.fromkeys(x + y)) for x, y in pairs])
+                given[i] = _Value(joined, batch=given[i].batch or out.batch)
+        slices = sum(
+            self.local(v, x.dims) for v, x in zip(body.invars[first:], given[first:], strict=True)
+        )
+        dims = [o.dims for o in outs[:carries]] + [((), *o.dims) for o in outs[carries:]]
+        return peak + slices, dims, arrays
+
+    def _shard_map(self, e: _Equation, xs: list[_Value]) -> tuple[int, list[Dims], list[Array]]:
+        jaxpr = e.params["jaxpr"]
+        specs = e.params.get("out_specs", e.params.get("out_names"))
+        inside = _Walk({})
+        given = [
+            _Value(((),) * len(_shape(v)), batch=x.batch)
+            for v, x in zip(jaxpr.invars, xs, strict=True)
+        ]
+        peak, outs, arrays = inside.peak(_Flat(jaxpr), given)
+        results = sum(inside.local(v, ()) for v in jaxpr.outvars)
+        gathered = sum(
+            max(0, inside.local(v, ()) - self.local(o, x.dims))
+            for v, o, x in zip(jaxpr.invars, e.invars, xs, strict=True)
+        )
+        dims = [_dims_of(s, len(_shape(v))) for v, s in zip(e.outvars, specs, strict=True)]
+        return max(0, peak - results) + gathered, dims, arrays
+
+
+def _filling(arrays: list[Array], size: int) -> list[Array]:
+    """Returns the largest arrays within so many bytes: the results of an equation, which are among
+    those of its body, are counted as its own."""
+    found = []
+    for array in sorted(arrays, key=lambda x: -x.bytes):
+        if array.bytes <= size:
+            found.append(array)
+            size -= array.bytes
+    return found
+
+
+def _form(aval: Any) -> str:
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _reduces(name: str) -> bool:
+    return name.startswith("reduce_") or name in ("argmax", "argmin", "reduce")
+
+
+def _scan_parts(e: _Equation) -> tuple[int, int, Any]:
+    """Returns the numbers of constants and of carries of a scan, and its body. Only the arrays that
+    are cut into slices, and those that are stacked, have a dim more outside."""
+    jaxpr = getattr(e.params["jaxpr"], "jaxpr", e.params["jaxpr"])
+    whole, carries = (
+        sum(len(_shape(a)) == len(_shape(b)) for a, b in zip(outside, inside, strict=True))
+        for outside, inside in ((e.invars, jaxpr.invars), (e.outvars, jaxpr.outvars))
+    )
+    return whole - carries, carries, jaxpr
+
+
+def _line(source: Any) -> str:
+    """Returns the innermost line of jaxrl that an equation comes from."""
+    traceback = getattr(source, "traceback", None)
+    for frame in () if traceback is None else traceback.frames:
+        _, found, name = frame.file_name.rpartition("/jaxrl/")
+        if found:
+            return f"{name}:{frame.line_num}"
+    return ""
