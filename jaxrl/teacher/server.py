@@ -47,7 +47,7 @@ from jaxrl.algorithms.signals import Projection, score
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.section import DType
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.errors import UserError
+from jaxrl.errors import NotFinite, UserError
 from jaxrl.formats.finite import broken_rows, check_finite, not_finite
 from jaxrl.models import parameters
 from jaxrl.models.batching import bucket
@@ -326,6 +326,9 @@ class TeacherServer:
                 return Refused(408, "the request, or the reading of its answer, took too long")
             case ClientDisconnect():
                 return Refused(499, "the client is gone")
+            case NotFinite():
+                self.log(f"{method} {path!r}: {error}")
+                return Refused(500, str(error))
         self.log("".join(traceback.format_exception(error)).rstrip())
         return Refused(500, f"{type(error).__name__}: {error}"[:600])
 

@@ -39,7 +39,7 @@ from jaxrl.config.roles import NamedTeacherConfig, TeacherConfig
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import pack
-from jaxrl.errors import UserError
+from jaxrl.errors import NotFinite, UserError
 from jaxrl.models import decoder, parameters
 from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.teacher.protocol import (
@@ -606,19 +606,27 @@ class Failing(Ready):
         return SampledSignal(token_logprobs=np.zeros((b, c), np.float32))
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError("no room for 7 GB"), "MemoryError: no room for 7 GB"),
+        (NotFinite("the scores are not finite: layer 0"), "the scores are not finite: layer 0"),
+    ],
+)
 def test_a_request_that_fails_inside_is_told_and_the_server_lives(
-    service: ScoringService, rollout: Rollout
+    service: ScoringService, rollout: Rollout, error: Exception, told: str
 ) -> None:
-    failing = Failing(service.info, MemoryError("no room for 7 GB"))
+    failing = Failing(service.info, error)
     with serving(failing) as server:
         teacher = RemoteTeachers(config(server.address, PLAIN), V)
-        with pytest.raises(
-            TeacherError, match="status 500: MemoryError: no room for 7 GB.*3 tries"
-        ):
+        with pytest.raises(TeacherError, match=f"status 500: {told}.*3 tries"):
             teacher.score(rollout)
         assert failing.calls == 3
         eventually(lambda: send(server, "GET", "/health")[1]["failed"] == 3)
-        assert any("Traceback" in line for line in server.told)  # type: ignore[attr-defined]
+        lines = [line for line in server.told if told in line]  # type: ignore[attr-defined]
+        # A traceback is of a bug.
+        assert len(lines) == 3
+        assert any("Traceback" in line for line in lines) == (not isinstance(error, NotFinite))
 
 
 class Flaky:
