@@ -495,6 +495,7 @@ LONGEST_WAIT_S = 310.0
 MOST_PAGES = 2000
 """Of a list; the public hub's have 1000 files each."""
 LONGEST_LIST_S = 600.0
+MOST_PAGE_BYTES = 1 << 28
 _pages = threading.local()
 """Of the list whose pages a thread reads: `began` (`time.monotonic`), `asked` (addresses of pages),
 `following` (that of the next)."""
@@ -628,6 +629,31 @@ def _check_answer(response: Any) -> None:
         )
     if following := response.links.get("next", {}).get("url"):
         _check_pages(str(response.url), str(response.url.join(following)))
+    if "/api/" in response.url.path and "/resolve" not in response.url.path:  # no file's contents
+        response.stream = _ending(response.stream, str(response.url).partition("?")[0])
+
+
+def _ending(answer: Any, url: str) -> Any:
+    """Returns the parts of an answer as a stream that raises BadAnswer where they do not end."""
+    from huggingface_hub.utils import _http
+
+    class Ending(_http.httpx2.SyncByteStream):  # type: ignore[name-defined, misc, unused-ignore]
+        def __iter__(self) -> Iterator[bytes]:
+            size, began = 0, time.monotonic()
+            for part in answer:
+                size, seconds = size + len(part), time.monotonic() - began
+                if size > MOST_PAGE_BYTES or seconds > LONGEST_LIST_S:
+                    raise _endless(url, f"{size} bytes in {seconds:.0f} s, and more")
+                yield part
+
+        def close(self) -> None:
+            answer.close()
+
+    return Ending()
+
+
+def _endless(url: str, why: str) -> BadAnswer:
+    return BadAnswer(f"the answer of {url} does not end ({why}); set HF_ENDPOINT to another hub")
 
 
 def _check_pages(url: str, following: str) -> None:
@@ -641,11 +667,7 @@ def _check_pages(url: str, following: str) -> None:
     count = len(_pages.asked) - 1
     if again or count >= MOST_PAGES or seconds > LONGEST_LIST_S:
         how = "the next is one that came before" if again else f"and another after {seconds:.0f} s"
-        path = url.partition("?")[0]
-        raise BadAnswer(
-            f"the list at {path} does not end ({count} pages, {how}); set HF_ENDPOINT to another"
-            " hub"
-        )
+        raise _endless(url.partition("?")[0], f"{count} pages, {how}")
 
 
 def _why(name: HubName, error: BaseException) -> UserError:

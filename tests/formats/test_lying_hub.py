@@ -390,7 +390,7 @@ def test_a_list_of_files_ends(
     hub.tree = []
     told = "before" if kind != "one after the other" else "6 pages"
     for _ in range(2):
-        refused("org/tiny", f"the list at {hub.url}/api/models/org/tiny/tree/", told)
+        refused("org/tiny", f"the answer of {hub.url}/api/models/org/tiny/tree/", told)
         assert sum("/tree/" in path for _, path, _ in hub.asked) <= 8
         hub.asked.clear()
     hub.next_page = hub.tree = None
@@ -404,6 +404,19 @@ def test_a_list_whose_pages_take_long_ends(
     hub.add("org/tiny", two)
     hub.next_page = lambda page: f"cursor={page + 1}"
     refused("org/tiny", "does not end")
+
+
+@pytest.mark.parametrize(("limit", "most"), [("LONGEST_LIST_S", 0.2), ("MOST_PAGE_BYTES", 5000)])
+def test_a_page_without_an_end_is_left(
+    two: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch, limit: str, most: float
+) -> None:
+    hub.add("org/tiny", two)
+    hub.endless = True
+    with monkeypatch.context() as patched:
+        patched.setattr(hub_module, limit, most)
+        refused("org/tiny", "does not end", "bytes in", "HF_ENDPOINT")
+    hub.endless = False
+    weights("org/tiny")
 
 
 def test_a_list_of_several_pages_is_read(two: dict[str, bytes], hub: Hub) -> None:

@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -53,6 +54,8 @@ class Hub:
         """What is sent as the list of files."""
         self.next_page: Callable[[int], str | None] | None = None
         """Number of a page of a list -> the query of its next one."""
+        self.endless = False
+        """Whether what is sent as JSON begins with blanks for as long as anybody reads."""
         hub = self
 
         class Handler(_Handler):
@@ -73,6 +76,7 @@ class Hub:
         self.stalled.clear()
         self.lies, self.bodies, self.limited = {}, {}, []
         self.tree = self.next_page = None
+        self.endless = False
 
     def add(
         self,
@@ -189,6 +193,15 @@ class _Handler(BaseHTTPRequestHandler):
         content = json.dumps(value).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
+        if self.served.endless:
+            self.send_header("Connection", "close")
+            self.end_headers()
+            with suppress(OSError):
+                while self.served.endless:
+                    self.wfile.write(b" " * 99)
+                    time.sleep(0.01)
+            self.close_connection = True
+            return
         self.send_header("Content-Length", str(len(content)))
         if following is not None:
             self.send_header("Link", f'<{self.served.url}{following}>; rel="next"')
