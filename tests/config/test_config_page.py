@@ -233,6 +233,10 @@ SHOWN_BY = {
         "test_serve_teacher.py",
         "test_a_completions_server_tells_what_the_scorer_tells",
     ),
+    "environment.max_turns": (
+        "test_episode_batches.py",
+        "test_what_an_episode_goes_through",
+    ),
     "resume_changed": (
         "test_depends.py",
         "test_what_has_changed_is_refused_by_name_and_versions_are_reported",
