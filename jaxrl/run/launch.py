@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +36,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.data.prompt_encoder import with_feedback
 from jaxrl.data.token_alignment import TeacherSamples
+from jaxrl.errors import UserError
 from jaxrl.formats import hub
 from jaxrl.formats.opened import Checksums, reading
 from jaxrl.models.kernels import Use, target_of, try_kernels
@@ -163,7 +165,7 @@ def _start_in_ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     worker_group = RayWorkerGroup(
         setup.config.ray,
         plan.placement,
-        partial(pool_makers, packed, dict(plan.axes), uses),
+        partial(pool_makers, cloudpickle.dumps(packed), dict(plan.axes), uses),
         log,
         startup_s=setup.config.deadlines.startup,
         roles=plan.runs,
@@ -182,7 +184,7 @@ def _start_in_ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
 
 
 def pool_makers(
-    setup: Setup,
+    packed: bytes,
     axes: Mapping[str, Axes],
     uses: Mapping[str, Sequence[Use]],
     placement: Placement,
@@ -193,8 +195,16 @@ def pool_makers(
     and no others.
 
     Args:
+        packed: a `Setup`, which Ray itself would unpack where no error of its models is caught.
         uses: of each role's models (`kernels.try_kernels`).
     """
+    try:
+        setup: Setup = cloudpickle.loads(packed)
+    except UserError as error:
+        raise UserError(
+            f"{error}. The run read it when it began: it has changed since, or is another one on"
+            f" {platform.node()}"
+        ) from error
     enable_compile_cache(setup.config.compile_cache)
     start, roles = placement.pools[pool].devices.start, placement.pools[pool].roles
     for note in try_kernels(devices, [use for role in roles for use in uses.get(role, ())]):

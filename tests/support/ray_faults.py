@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import jax
 import psutil
 from ray_roles import exhaust
@@ -30,10 +31,10 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 """Of the worker itself; with `raylet-` or `gcs_server-` before it, of that daemon."""
 
 
-def pool_makers(setup: Any, *args: Any) -> dict[str, Callable[[], Any]]:
+def pool_makers(packed: bytes, *args: Any) -> dict[str, Callable[[], Any]]:
     """In a worker: the real makers, of roles that are struck where it is asked for."""
-    folder = setup.run_dir.parent / FOLDER
-    makers = real_pool_makers(setup, *args)
+    folder = cloudpickle.loads(packed).run_dir.parent / FOLDER
+    makers = real_pool_makers(packed, *args)
     return {role: partial(make, folder, role, maker) for role, maker in makers.items()}
 
 
