@@ -15,12 +15,9 @@ from unicodedata import normalize
 
 from jaxrl.config.roles import template_names
 from jaxrl.data.chat_template import (
-    OTHER_THOUGHTS,
-    THOUGHT_FIELDS,
     Unrendered,
     has_template,
     holds_turns,
-    opening_of,
     shows_tools,
     unread_arguments,
     with_end_ids,
@@ -28,6 +25,7 @@ from jaxrl.data.chat_template import (
 from jaxrl.data.example import Example, Message, is_learned
 from jaxrl.data.rows import KEYS, Keys, listed
 from jaxrl.data.source import Source
+from jaxrl.data.thoughts import OTHER_THOUGHTS, THOUGHT_FIELDS, opening_of
 from jaxrl.data.tokenizer import (
     Encoded,
     PromptLike,

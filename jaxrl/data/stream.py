@@ -17,11 +17,11 @@ from math import lcm
 
 import numpy as np
 
-from jaxrl.data.chat_template import CLOSES
 from jaxrl.data.example import Example, Part, fields_of
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
+from jaxrl.data.thoughts import CLOSES
 from jaxrl.data.tokenizer import encode_text
 from jaxrl.errors import UserError, about, counted
 from jaxrl.types import Prompt

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.data.batch import DATA, pack, right_padded, width_of
-from jaxrl.data.chat_template import between_openings, opening_of
+from jaxrl.data.thoughts import between_openings, opening_of
 from jaxrl.data.tokenizer import Tokenizer, adds_space, decode_text, encode_after
 from jaxrl.errors import UserError
 from jaxrl.losses.token_spans import Outcomes

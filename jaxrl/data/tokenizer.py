@@ -15,16 +15,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data import chat_template
-from jaxrl.data.chat_template import (
-    CHANNELS,
-    has_template,
-    render,
-    turn_tokens,
-    with_end_ids,
-    without_end,
-)
+from jaxrl.data.chat_template import has_template, render, turn_tokens, with_end_ids, without_end
 from jaxrl.data.example import Message, is_learned
 from jaxrl.data.spelled_tokens import MARK, encode_marked
+from jaxrl.data.thoughts import CHANNELS, opening_of
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
 from jaxrl.models.bert import read_json
@@ -312,7 +306,7 @@ def encode_after(tokenizer: Tokenizer, text: str, before: str = "") -> tuple[int
 def with_opening(tokenizer: Tokenizer, tokens: Sequence[int], opening: str) -> tuple[int, ...]:
     """Returns the tokens of a prompt with another end in place of what opens thoughts there
     (`opening_of`); "" takes it off."""
-    own, at = chat_template.opening_of(tokenizer, tokens), len(tokens)
+    own, at = opening_of(tokenizer, tokens), len(tokens)
     if own == opening:
         return tuple(tokens)
     while not (end := _spelt(tokenizer, tokens[at:])).endswith(own):

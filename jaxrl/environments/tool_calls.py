@@ -18,8 +18,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from jaxrl.data.chat_template import CLOSES, OPENS, THOUGHTS
 from jaxrl.data.example import JsonObject
+from jaxrl.data.thoughts import CLOSES, OPENS, THOUGHTS
 from jaxrl.errors import short
 
 _ANY: TypeAdapter[Any] = TypeAdapter(Any, config={"ser_json_inf_nan": "constants"})

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import regex
 
-from jaxrl.data.chat_template import CLOSES, OPENS
 from jaxrl.data.tasks import ARITHMETIC, make_dataset
+from jaxrl.data.thoughts import CLOSES, OPENS
 from jaxrl.errors import UserError, short, unknown
 from jaxrl.rewards.answers import (
     final_answer,

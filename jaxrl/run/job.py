@@ -29,7 +29,7 @@ from jaxrl.config.roles import template_names
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
-from jaxrl.data.chat_template import dated, opening_of, with_end_ids
+from jaxrl.data.chat_template import dated, with_end_ids
 from jaxrl.data.columns import unread_notes
 from jaxrl.data.example import Example, Split
 from jaxrl.data.prompt_encoder import (
@@ -42,6 +42,7 @@ from jaxrl.data.prompt_encoder import (
 from jaxrl.data.rows import OPTIONAL, Keys, column_of
 from jaxrl.data.source import Rows, Source, is_missing, is_split_here, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream, eval_sets
+from jaxrl.data.thoughts import opening_of
 from jaxrl.data.token_alignment import Aligner, ModelTokenizer
 from jaxrl.data.tokenizer import (
     Tokenizer,

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.data.chat_template import opening_of
+from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer, decode_text
 from jaxrl.errors import UserError
 from jaxrl.formats.finite import not_finite

@@ -174,7 +174,7 @@ def test_ready_made_configs_load(path: Path) -> None:
     "overrides",
     [
         (),
-        ("sampling.stop=['1e-4', '\\n', 'null', '1:2', ': ', '']", "name=1.5", "run_dir='007'"),
+        ("sampling.stop=['1e-4', '\\n', 'null', '1:2', ': ', ' ']", "name=1.5", "run_dir='007'"),
         ("data.eval=null", "data.system_prompt=Answer: yes # or 'no'", "data.verifier='true'"),
         ("optimizer.learning_rate=3.7e-06", "optimizer.eps=1e-30", "optimizer.clip_norm=null"),
         ("actor.devices=1:2", "actor.parallel.fsdp=-1", "data.train=[a.jsonl, 'b:x=1,y=2']"),

@@ -17,7 +17,6 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config.key_help import about
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.data.chat_template import opening_of
 from jaxrl.data.example import Example
 from jaxrl.data.prompt_encoder import (
     PLACES,
@@ -30,6 +29,7 @@ from jaxrl.data.prompt_encoder import (
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, open_source
 from jaxrl.data.stream import PromptStream, eval_sets
+from jaxrl.data.thoughts import opening_of
 from jaxrl.errors import UserError
 from jaxrl.types import Completion, Rollout, TemplateInputs
 

@@ -15,9 +15,9 @@ from cases import and_slow
 from real_templates import CHATS, TOOL, templates, tokenizer_of
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jaxrl.data.chat_template import CLOSES, OPENS
 from jaxrl.data.prompt_encoder import PromptEncoder, TeacherPrompt
 from jaxrl.data.rows import Keys, to_example
+from jaxrl.data.thoughts import CLOSES, OPENS
 from jaxrl.errors import UserError
 from jaxrl.types import Prompt
 

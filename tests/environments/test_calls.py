@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from cases import and_slow
 
-from jaxrl.data.chat_template import THOUGHTS, opened_thoughts
+from jaxrl.data.thoughts import THOUGHTS, opened_thoughts
 from jaxrl.environments import Answer, Environment
 from jaxrl.environments.environment_process import observed
 from jaxrl.environments.tool_calls import SchemaTool, as_text, parse_calls

@@ -12,9 +12,9 @@ import pytest
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
 from jaxrl.config import Config
-from jaxrl.data.chat_template import opening_of
 from jaxrl.data.example import Example
 from jaxrl.data.prompt_encoder import PromptEncoder
+from jaxrl.data.thoughts import opening_of
 from jaxrl.environments.episode_batches import Episodes, row_of
 from jaxrl.errors import RunError, UserError
 from jaxrl.sampling.partial_completion import Reply

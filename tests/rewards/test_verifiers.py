@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from jaxrl.data.chat_template import CHANNELS, THOUGHTS
 from jaxrl.data.example import Example
 from jaxrl.data.source import open_source
+from jaxrl.data.thoughts import CHANNELS, THOUGHTS
 from jaxrl.data.tokenizer import decode_text
 from jaxrl.errors import UserError
 from jaxrl.rewards.answers import Number, last_boxed, last_number, marked, whole_number

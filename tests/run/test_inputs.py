@@ -15,7 +15,7 @@ from jaxrl import load_model
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data import tokenizer as tokenizers
-from jaxrl.data.chat_template import opening_of
+from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import check_eos, encode_prompt
 from jaxrl.errors import UserError
 from jaxrl.export import export
