@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ def generate(
     eos_ids: Sequence[int] | None = None,
     tools: Sequence[JsonObject] = (),
     chat_template_arguments: JsonObject | None = None,
+    chat: bool | None = None,
 ) -> list[list[Completion]]:
     """Samples n completions of each prompt.
 
@@ -59,7 +60,11 @@ def generate(
             closes a tag of the text, such as `</answer>`, stays in it.
         eos_ids: tokens that end a completion; None for the model's own, () for none.
         tools: JSON schemas that the chat template shows in chats.
-        chat_template_arguments: what it reads besides, as in `{"enable_thinking": False}`.
+        chat_template_arguments: what it reads besides, as in `{"enable_thinking": False}`; they
+            come before those of the model's run.
+        chat: whether text prompts become a user's turn of a chat, as with `data.chat=auto`, or stay
+            text. None: as in the run that made the model (its `data.chat`); of other models they
+            stay text. Chats get the run's `data.system_prompt` where they have none.
 
     Returns:
         For each prompt, in order, a list of n `Completion`s: text, tokens, logprobs, finish_reason.
@@ -67,7 +72,7 @@ def generate(
     from jaxrl.checkpoint.model_source import Model, load_model
     from jaxrl.config.settings import check_arguments
     from jaxrl.data.tokenizer import end_ids
-    from jaxrl.run.generation import sample
+    from jaxrl.run.generation import as_asked, sample
     from jaxrl.run.python_objects import named
     from jaxrl.sampling.sampler import SamplingParams
     from jaxrl.types import TemplateInputs
@@ -97,7 +102,8 @@ def generate(
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
     )
     inputs = TemplateInputs(tuple(tools), check_arguments(chat_template_arguments or {}))
-    groups = sample(model, prompts, inputs, n=n, sampling=sampling, seed=seed)[0]
+    asked, each = as_asked(model, prompts, chat, inputs)
+    groups = sample(model, asked, each, n=n, sampling=sampling, seed=seed)[0]
     return [[replace(one, tokens=tuple(one.tokens)) for one in group] for group in groups]
 
 
@@ -106,11 +112,17 @@ def main(argv: Sequence[str]) -> None:
     out = None if arguments.out is None else cli.check_writable("--out", arguments.out)
     from jaxrl.data.tokenizer import end_ids
     from jaxrl.process.compilations import compilations
-    from jaxrl.run.generation import load_for_sampling, read_prompts, sample, write_lines
+    from jaxrl.run.generation import (
+        as_asked,
+        load_for_sampling,
+        read_prompts,
+        sample,
+        write_lines,
+    )
     from jaxrl.sampling.sampler import SamplingParams
+    from jaxrl.types import TemplateInputs
 
-    shared = {} if arguments.chat_template_arguments is None else arguments.chat_template_arguments
-    prompts, inputs = read_prompts(arguments.prompt, arguments.prompts, arguments.chat, shared)
+    rows = read_prompts(arguments.prompt, arguments.prompts)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
     sampling = SamplingParams(
         **{name: getattr(arguments, name) for name in names}, stop=tuple(arguments.stop)
@@ -118,6 +130,8 @@ def main(argv: Sequence[str]) -> None:
     model = load_for_sampling(arguments.model, arguments.devices, arguments.tensor, arguments.dtype)
     sampling = replace(sampling, eos_ids=end_ids(model.config.eos_ids, model.tokenizer))
     n, seed = arguments.n, arguments.seed
+    shared = TemplateInputs(arguments=arguments.chat_template_arguments or {})
+    prompts, inputs = as_asked(model, rows, arguments.chat, shared)
     before = compilations()
     completions, stats = sample(model, prompts, inputs, n=n, sampling=sampling, seed=seed)
     lines = []
@@ -176,7 +190,13 @@ def _parser() -> cli.Parser:
     add("model", metavar="MODEL", help="HF folder, hub id, .gguf file, run directory, ...")
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     add("--prompts", metavar="FILE.jsonl", help="rows, as those of data.train")
-    add("--chat", action="store_true", help="text prompts become a user's turn of a chat")
+    add(
+        "--chat",
+        action=BooleanOptionalAction,
+        default=None,
+        help="text prompts become a user's turn of a chat, or stay text (default: as data.chat of"
+        " the model's run says; of other models they stay text)",
+    )
     add(
         "--chat-template-arguments",
         type=_arguments,

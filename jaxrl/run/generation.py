@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from jaxrl.checkpoint.model_source import Model, resolve_model
-from jaxrl.config.schema import Config
-from jaxrl.data.chat_template import unread_arguments
+from jaxrl.config.schema import Config, read_keys
+from jaxrl.config.settings import EVALUATED_MESH, DataConfig
+from jaxrl.data.chat_template import has_template, unread_arguments
 from jaxrl.data.example import Example
 from jaxrl.data.jsonl import JsonlFile
+from jaxrl.data.prompt_encoder import Chat, PromptEncoder
 from jaxrl.data.rows import check_role, listed
 from jaxrl.data.tokenizer import PromptLike, as_messages, encode_prompt
-from jaxrl.errors import UserError, short, shown, user_path
+from jaxrl.errors import UserError, about, short, shown, user_path
 from jaxrl.models import parameters
 from jaxrl.models.batching import bucket
 from jaxrl.models.kernels import try_kernels
@@ -28,6 +29,8 @@ from jaxrl.types import NO_INPUTS, Completion, TemplateInputs
 
 MAX_SLOTS = 64
 """Completions decoded side by side, at most."""
+ASKS = ("chat", "system_prompt", "chat_template_arguments")
+"""Keys of `data` that say how a run asks its model."""
 CACHE_BYTES = 2**31
 """Bytes of KV cache on a device, at most, beyond one slot for each."""
 
@@ -56,6 +59,87 @@ def load_for_sampling(name: str, devices: int, tensor: int, dtype: str) -> Model
     return Model(source, source.load(mesh, dtype, "unstacked"), mesh)
 
 
+def as_asked(
+    model: Model,
+    prompts: Sequence[PromptLike | Example],
+    chat: bool | None = None,
+    given: TemplateInputs = NO_INPUTS,
+) -> tuple[list[PromptLike], list[TemplateInputs]]:
+    """Returns the prompts as training asks the model, and what the chat template reads with each.
+
+    A run's model is asked as `data.chat`, `data.system_prompt` and `data.chat_template_arguments`
+    of its run say, with one way of rendering (`data.prompt_encoder`); few-shot rows are not added.
+
+    Args:
+        prompts: those of a file as rows, with their system messages, tools and arguments.
+        chat: whether texts become a user's turn, except those that have the turns of the chat
+            template already. None: as the run did; without a run they do not.
+        given: for every prompt; the arguments come before the run's, those of a row before both.
+
+    Raises:
+        UserError: no prompts; a text with what has no place in it.
+    """
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        example = prompts if isinstance(prompts, str) else "2+3="
+        raise UserError(f"prompts={prompts!r}: give a list of prompts, as in [{example!r}]")
+    tokenizer, data = model.tokenizer, _data_of_run(model)
+    ways: dict[bool | None, Chat] = {None: data.chat if data else "raw", True: "auto", False: "raw"}
+    if chat and not has_template(tokenizer):
+        raise UserError(f"a chat: the tokenizer of {model.source.name!r} has no chat template")
+    encode = None
+    if tokenizer is not None:
+        rules = data.system_prompt if data and has_template(tokenizer) else None
+        own = {**(data.chat_template_arguments if data else {}), **given.arguments}
+        encode = PromptEncoder(tokenizer, 0, 0, (), rules, own, ways[chat])
+    asked, inputs = list[PromptLike](), list[TemplateInputs]()
+    for number, prompt in enumerate(prompts):
+        row = prompt if isinstance(prompt, Example) else None
+        said = prompt if row is None else row.prompt
+        messages = as_messages(said)
+        for message in messages or ():
+            if not isinstance(message, Mapping):
+                raise UserError(f"prompt {number}: {shown(message)} is no message of a chat")
+            check_role(str(message.get("role")), f"prompt {number}")
+        if encode is None or (messages is None and not isinstance(said, str)):
+            asked.append(said)
+            inputs.append(given)
+            continue
+        row = row or Example(said if isinstance(said, str) else tuple(messages or ()))
+        read = encode.inputs_of(row)
+        read = replace(read, tools=(*given.tools, *read.tools))
+        whole = encode.prompt_of(row)
+        if isinstance(whole, str):
+            whole = str(said)
+            lost = [
+                name for name, value in (("tools", read.tools), ("system", row.system)) if value
+            ]
+            if not lost and (given.arguments or (row.inputs or NO_INPUTS).arguments):
+                lost = ["chat template arguments"]
+            if lost:
+                way = "--chat (from Python chat=True) makes it a user's turn"
+                if ways[chat] == "auto":
+                    way = "it has turns of its own, or the model has no chat template"
+                raise UserError(
+                    f"the prompt {short(repr(whole))} is text, which has no place for"
+                    f" {listed(lost)}: {way}"
+                )
+        asked.append(whole)
+        inputs.append(read)
+    return asked, inputs
+
+
+def _data_of_run(model: Model) -> DataConfig | None:
+    """Returns how the run that wrote a model asked it; None where no run did."""
+    path = model.source.run_config
+    data = None if path is None else read_keys(path).get("data")
+    if not isinstance(data, dict):
+        return None
+    read = {name: data[name] for name in ASKS if name in data}
+    base = {"student": {"model": model.source.name}, "algorithm": "sft", "mesh": EVALUATED_MESH}
+    with about(f"{path}"):
+        return Config.parse({**base, "data": {**read, "train": "arithmetic"}}).data
+
+
 def sample(
     model: Model,
     prompts: Sequence[PromptLike],
@@ -65,21 +149,12 @@ def sample(
     sampling: SamplingParams,
     seed: int,
 ) -> tuple[list[list[Completion]], EngineStats]:
-    """Samples n completions of each prompt, as `jaxrl.generate` gives them; also returns what they
-    took.
+    """Samples n completions of each prompt (`as_asked`), as `jaxrl.generate` gives them; also
+    returns what they took.
 
     Args:
         inputs: what the chat template reads with each prompt, or with all of them.
     """
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        example = prompts if isinstance(prompts, str) else "2+3="
-        raise UserError(f"prompts={prompts!r}: give a list of prompts, as in [{example!r}]")
-    prompts = list(prompts)
-    for number, prompt in enumerate(prompts):
-        for message in as_messages(prompt) or ():
-            if not isinstance(message, Mapping):
-                raise UserError(f"prompt {number}: {shown(message)} is no message of a chat")
-            check_role(str(message.get("role")), f"prompt {number}")
     tokenizer = model.tokenizer
     each = [inputs] * len(prompts) if isinstance(inputs, TemplateInputs) else inputs
     pairs = list(zip(prompts, each, strict=True))
@@ -126,43 +201,20 @@ def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine
     )
 
 
-def read_prompts(
-    texts: Sequence[str], path: str | None, chat: bool, arguments: Mapping[str, Any]
-) -> tuple[list[PromptLike], list[TemplateInputs]]:
-    """Reads the prompts, and what the chat template reads with each: the texts, and the rows of a
-    file with their system messages, tools and arguments.
-
-    Args:
-        chat: whether each text is a user's turn.
-        arguments: for the chat template of each prompt; those of a row come before them.
-    """
+def read_prompts(texts: Sequence[str], path: str | None) -> list[Example]:
+    """Reads the prompts: the texts, and the rows of a file with their system messages, tools and
+    arguments for the chat template."""
     examples = [Example(text) for text in texts]
     if path is not None:
         file = JsonlFile(user_path(path), label="--prompts")
         examples += [file[i] for i in range(len(file))]
     if not examples:
         raise UserError("no prompt: give --prompt TEXT or --prompts FILE.jsonl")
-    prompts, inputs = list[PromptLike](), list[TemplateInputs]()
-    for one in examples:
-        prompt = one.prompt
-        if not prompt and one.document:
-            raise UserError(
-                f"--prompts {path}: a row has a `text` and no prompt: rename it to `prompt`"
-            )
-        if chat and isinstance(prompt, str):
-            system = [] if one.system is None else [{"role": "system", "content": one.system}]
-            prompt = (*system, {"role": "user", "content": prompt})
-        own = one.inputs or NO_INPUTS
-        lost = [name for name, value in (("tools", own.tools), ("system", one.system)) if value]
-        if isinstance(prompt, str) and (lost or own.arguments or arguments):
-            what = listed(lost) if lost else "chat template arguments"
-            raise UserError(
-                f"the prompt {short(repr(prompt))} is text, which has no place for {what}: --chat"
-                " makes it a user's turn"
-            )
-        prompts.append(prompt)
-        inputs.append(replace(own, arguments={**arguments, **own.arguments}))
-    return prompts, inputs
+    if any(row.document and not row.prompt for row in examples):
+        raise UserError(
+            f"--prompts {path}: a row has a `text` and no prompt: rename it to `prompt`"
+        )
+    return examples
 
 
 def write_lines(option: str, path: Path, lines: Sequence[str]) -> None:

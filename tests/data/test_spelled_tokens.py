@@ -264,6 +264,5 @@ def test_an_answer_that_ends_with_the_end_as_text_is_noted() -> None:
 
 def test_a_row_of_text_is_no_prompt_to_generate_from(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "t"}')
-    for chat in (True, False):
-        with pytest.raises(UserError, match="a row has a `text` and no prompt: rename it"):
-            read_prompts([], str(tmp_path / "rows.jsonl"), chat, {})
+    with pytest.raises(UserError, match="a row has a `text` and no prompt: rename it"):
+        read_prompts([], str(tmp_path / "rows.jsonl"))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import Keys, to_example
 from jaxrl.data.tokenizer import TurnEncoder, encode_prompt
 from jaxrl.errors import UserError
-from jaxrl.run.generation import read_prompts
+from jaxrl.run.generation import as_asked, read_prompts
 from jaxrl.types import TemplateInputs
 
 ASK = {"role": "user", "content": "2+2?"}
@@ -150,18 +153,52 @@ def test_prompts_of_a_file_have_what_training_shows(tmp_path: Path) -> None:
     rows = [{"messages": [ASK], **own}, {"prompt": "2+2?", **own}, {"prompt": "q"}]
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts, inputs = read_prompts(["hi"], str(path), True, {"enable_thinking": True})
+    shared, trained = TemplateInputs(arguments={"enable_thinking": True}), []
+    model = model_of(tokenizer)
+    prompts, inputs = as_asked(model, read_prompts(["hi"], str(path)), True, shared)
     sampled = [encode_prompt(tokenizer, *pair) for pair in zip(prompts, inputs, strict=True)]
     encoder = PromptEncoder(tokenizer, 2000, 8, arguments={"enable_thinking": True})
-    trained = [
-        encoder.encode(to_example(row, Keys(), "row"), 0) for row in [{"prompt": "hi"}, *rows]
-    ]
+    for row in [{"prompt": "hi"}, *rows]:
+        trained.append(encoder.encode(to_example(row, Keys(), "row"), 0))
     assert sampled == [prompt.tokens for prompt in trained if prompt is not None]
     assert "[add]" in tokenizer.decode(sampled[1]) and "</think>" in tokenizer.decode(sampled[2])
-    with pytest.raises(UserError, match="has no place for `tools`, `system`: --chat makes it"):
-        read_prompts([], str(path), False, {})
-    with pytest.raises(UserError, match="no place for chat template arguments: --chat"):
-        read_prompts(["hi"], None, False, {"enable_thinking": True})
+    with pytest.raises(UserError, match="has no place for `tools`, `system`: --chat"):
+        as_asked(model, read_prompts([], str(path)), False)
+    with pytest.raises(UserError, match="no place for `chat template arguments`: --chat"):
+        as_asked(model, read_prompts(["hi"], None), False, shared)
+
+
+def model_of(tokenizer: Any, run: Path | None = None) -> Any:
+    """A model that a run made, or none did, as far as prompts need it."""
+    return SimpleNamespace(tokenizer=tokenizer, source=SimpleNamespace(name="m", run_config=run))
+
+
+def test_a_model_of_a_run_is_asked_as_in_its_run(tmp_path: Path) -> None:
+    """`generate` and the encoder of training make the same tokens of every prompt, whatever the
+    run's keys; what is given comes before them."""
+    tokenizer, off = tiny_tokenizer(QWEN3), {"enable_thinking": False}
+    whole = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    asks = ["hi", whole, (ASK,), ({"role": "system", "content": "mine"}, ASK), "a<|im_end|>"]
+    path = tmp_path / "config.yaml"
+    for chat, rules, arguments in product(("auto", "raw"), (None, "S"), ({}, off)):
+        keys = {"chat": chat, "system_prompt": rules, "chat_template_arguments": arguments}
+        path.write_text(json.dumps({"data": {"train": "gone.jsonl", **keys}, "unknown": 1}))
+        encoder = PromptEncoder(tokenizer, 2000, 8, (), rules, arguments, chat)
+        trained = [encoder.encode(Example(prompt), 0) for prompt in asks]
+        for given in (None, chat == "auto"):
+            pairs = zip(*as_asked(model_of(tokenizer, path), asks, given), strict=True)
+            assert [encode_prompt(tokenizer, *pair) for pair in pairs] == [
+                prompt.tokens for prompt in trained if prompt is not None
+            ]
+    on = TemplateInputs(arguments={"enable_thinking": True})
+    for chat, given in ((True, off), (True, {})):
+        _, (read,) = as_asked(model_of(tokenizer, path), ["q"], chat, replace(on, arguments=given))
+        assert read.arguments == off
+    _, (read,) = as_asked(model_of(tokenizer, path), ["q"], True, on)
+    assert read.arguments == on.arguments
+    assert as_asked(model_of(tokenizer), ["q", [1, 2]])[0] == ["q", [1, 2]]
+    with pytest.raises(UserError, match="the tokenizer of 'm' has no chat template"):
+        as_asked(model_of(tiny_tokenizer(None)), ["q"], True)
 
 
 def test_the_page_on_data_shows_the_table_of_columns() -> None:
