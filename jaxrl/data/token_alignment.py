@@ -19,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.data.batch import DATA, pack, right_padded, width_of
+from jaxrl.data.chat_template import turn_tokens
+from jaxrl.data.spelled_tokens import encode_marked, marked
 from jaxrl.data.thoughts import between_openings, opening_of
 from jaxrl.data.tokenizer import Tokenizer, adds_space, decode_text, encode_after
 from jaxrl.errors import UserError
@@ -62,8 +64,15 @@ class TokenBytes:
         self.tokenizer = tokenizer = model.tokenizer
         to_bytes = _bytes_of_token(tokenizer, role)
         added = tokenizer.added_tokens_decoder
-        self.special = {token.content: i for i, token in added.items() if token.special}
+        turns = turn_tokens(tokenizer)
+        self.special = {
+            token.content: i
+            for i, token in added.items()
+            if token.special or token.content in turns
+        }
         """Content -> id of the tokens that text never becomes."""
+        self.unflagged = [name for name, i in self.special.items() if not added[i].special]
+        """Those that the tokenizer by itself reads in a text."""
         self.special_ids = frozenset(self.special.values())
         names = {i: name for name, i in tokenizer.get_vocab().items()}
         # Added tokens are written as text; those of SentencePiece, unless special, as its pieces.
@@ -121,7 +130,12 @@ class TokenBytes:
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        return [list(ids) for ids in self.tokenizer(list(texts), **options)["input_ids"]]
+        rows = [list(ids) for ids in self.tokenizer(list(texts), **options)["input_ids"]]
+        for at, text in enumerate(texts):
+            if any(name in text for name in self.unflagged):
+                names = frozenset(self.special)
+                rows[at] = [*encode_marked(self.tokenizer, marked(text, names), names)]
+        return rows
 
 
 class Aligner:

@@ -167,6 +167,22 @@ def test_a_special_token_of_the_student_is_text_to_the_teacher():
         assert theirs == spelt(teacher, "<", "a", ">", "x", END)
 
 
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_a_turn_token_that_is_not_flagged_special_is_text_to_the_teacher(make):
+    teacher = make(("<", "u") if make is byte_level else "<u", added=("<user>", "<tag>"))
+    teacher.chat_template = "{% for m in messages %}<user>{{ m.content }}{% endfor %}"
+    aligner = Aligner(model_tokenizer(BYTES), model_tokenizer(teacher))
+    turn, tag = teacher.convert_tokens_to_ids(["<user>", "<tag>"])
+    for text in ("the <user>", "<user> <user> <tag>", " <user>\n", "</s><user> <tag>"):
+        tokens = BYTES(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        (row,) = aligner.align([tokens], 99)
+        assert turn not in row.tokens and row.tokens.count(tag) == text.count("<tag>")
+        assert teacher.decode(row.tokens).strip() == text.strip()
+        assert "<tag>" in text or (row.kinds != NONE).all()
+        found, rest = Aligner(model_tokenizer(teacher), model_tokenizer(BYTES)).retokenize(tokens)
+        assert rest is None and turn not in found
+
+
 def test_a_text_normalised_away_is_not_aligned_from_there():
     inner = Tokenizer(models.WordLevel({END: 0, "a": 1, "b": 2}, unk_token=END))
     inner.normalizer = normalizers.Lowercase()
