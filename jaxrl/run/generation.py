@@ -94,7 +94,7 @@ def as_asked(
     asked, inputs = list[PromptLike](), list[TemplateInputs]()
     for number, prompt in enumerate(prompts):
         row = prompt if isinstance(prompt, Example) else None
-        said = prompt if row is None else row.prompt
+        said: PromptLike = prompt.prompt if isinstance(prompt, Example) else prompt
         messages = as_messages(said)
         for message in messages or ():
             if not isinstance(message, Mapping):
