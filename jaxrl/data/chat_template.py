@@ -22,7 +22,7 @@ from typing import Any
 from jinja2 import TemplateRuntimeError, meta
 
 from jaxrl.data.example import Message, is_learned
-from jaxrl.data.spelled_tokens import marked, unmarked
+from jaxrl.data.spelled_tokens import marked, unmarked, with_marked_ends
 from jaxrl.data.thoughts import OPENS, OTHER_THOUGHTS, THOUGHT_FIELDS, THOUGHTS, opened_thoughts
 from jaxrl.errors import UserError, near
 from jaxrl.process.json_types import JsonObject
@@ -149,20 +149,23 @@ def _turn_tokens(
 
 def holds_turns(tokenizer: Any, text: str) -> bool:
     """Returns whether a text is a chat that the template has rendered already: it begins with a
-    token of the turns, and holds what the template writes between question and answer."""
+    token of the turns, or with the text of a system message where the template writes nothing
+    before that, and holds what the template writes between question and answer."""
     text, tokens = text.lstrip(), turn_tokens(tokenizer)
     if not has_template(tokenizer):
         return False
-    starts, border = _turn_shape(tokenizer, str(tokenizer.chat_template), tokens)
+    starts, asks, border = _turn_shape(tokenizer, str(tokenizer.chat_template), tokens)
     start = next(filter(text.startswith, starts), None)
-    return start is not None and border in "".join(text.removeprefix(start).split())
+    rest = text.partition(asks)[2] if start is None and asks else text.removeprefix(start or "")
+    return bool(start or rest != text) and border in "".join(rest.split())
 
 
 @lru_cache(16)
 def _turn_shape(
     tokenizer: Any, template: str, tokens: frozenset[str]
-) -> tuple[tuple[str, ...], str]:
-    """Returns what a rendered chat may begin with, and, without spaces, what stands between a
+) -> tuple[tuple[str, ...], str, str]:
+    """Returns what a rendered chat may begin with; what stands before a question, where a system
+    message has nothing but BOS before it, else ""; and, without spaces, what stands between a
     question and its answer."""
     chats = (_ASKS,), (_RULES, _ASKS)
     asks, rules = (_tried(tokenizer, chat, True, NO_INPUTS) or "" for chat in chats)
@@ -172,7 +175,10 @@ def _turn_shape(
     behind = asks.rpartition(_WORD)[2]
     opened = OPENS.search(behind)
     border = "".join(behind[: opened.start() if opened else None].split())
-    return (tuple(starts) if border else ()), border
+    bos = str(tokenizer.bos_token or "")
+    asks = heads[0].removeprefix(bos).strip()
+    bare = bool(border) and heads[1].strip() in ("", bos) and any(one in asks for one in tokens)
+    return (tuple(starts) if border else ()), asks if bare and rules else "", border
 
 
 def _formed(
@@ -185,6 +191,10 @@ def _formed(
     tokens = turn_tokens(tokenizer)
     tools, arguments = marked(inputs.tools, tokens), marked(inputs.arguments, tokens)
     formed: list[Message] = marked(in_form(tokenizer, messages, generation, inputs), tokens)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = getattr(backend, "normalizer", None)
+    normal = None if normalizer is None else normalizer.normalize_str
+    formed = [with_marked_ends(message, tokens, normal) for message in formed]
     return formed, TemplateInputs(tuple(tools), arguments)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxrl.errors import UserError, short
 
 MARK = "\udb7f"
 """Half of a surrogate pair, which no text has. It stands after the first character of a text that
-spells a token."""
+spells a token, and beside a text that would spell one with what stands there."""
 _QUOTED = MARK.encode("ascii", "backslashreplace").decode()
 """The mark as `repr` and JSON of ASCII characters write it."""
 
@@ -37,6 +37,42 @@ def marked(value: Any, tokens: Collection[str]) -> Any:
     if isinstance(value, Mapping):
         return {marked(key, tokens): marked(one, tokens) for key, one in value.items()}
     return [marked(one, tokens) for one in value] if isinstance(value, list | tuple) else value
+
+
+def with_marked_ends(
+    message: Mapping[str, Any], tokens: frozenset[str], normal: Callable[[str], str] | None
+) -> dict[str, Any]:
+    """Returns a message whose content and name make no token together with what stands beside them
+    (the template's text, another part of the content), nor once the tokenizer has normalised
+    them."""
+    heads, tails, parts = _parts(tokens)
+
+    def text(value: str) -> str:
+        def spells() -> bool:
+            return normal is not None and bool(_any_of(tokens).search(normal(value)))
+
+        if value in parts or value.startswith(tails) or (MARK not in value and spells()):
+            value = MARK + value
+        if (head := next(filter(value.endswith, heads), None)) is not None:
+            at = len(value) - len(head) + 1
+            value = value[:at] + MARK + value[at:]
+        return value
+
+    def within(value: Any) -> Any:
+        if isinstance(value, list):
+            return [{**one, "text": within(one["text"])} if "text" in one else one for one in value]
+        return text(value) if isinstance(value, str) and value else value
+
+    return {key: within(one) if key in ("content", "name") else one for key, one in message.items()}
+
+
+@lru_cache(16)
+def _parts(tokens: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
+    """Returns the beginnings of tokens, the longest first, their ends, and what is within them."""
+    ends = [(token, at) for token in tokens for at in range(1, len(token))]
+    heads = sorted({token[:at] for token, at in ends}, key=len, reverse=True)
+    parts = {token[a:b] for token, b in ends for a in range(1, b)}
+    return tuple(heads), tuple({token[at:] for token, at in ends}), frozenset(parts)
 
 
 def unmarked(text: str) -> str:
