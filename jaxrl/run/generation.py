@@ -118,7 +118,7 @@ def as_asked(
             if lost:
                 way = "--chat (from Python chat=True) makes it a user's turn"
                 if ways[chat] == "auto":
-                    way = "it has turns of its own, or the model has no chat template"
+                    way = "it has the turns of a chat, or the model has no chat template"
                 raise UserError(
                     f"the prompt {short(repr(whole))} is text, which has no place for"
                     f" {listed(lost)}: {way}"
