@@ -29,8 +29,8 @@ _BETWEEN_BOXES = re.compile(
 _HASHES = re.compile(r"^[ \t]*#{4}[ \t]*(\S.*)$", re.MULTILINE)
 _STATED = re.compile(
     r"\b(?:answers?|(?:correct|right) (?:option|choice))\b"
-    r"(?:[^\n.\d:=—]{0,60}?\b(?:is|are)\b|[^\n.]{0,60}?(?:\b(?:is|are)\b(?! not\b)|[:=—])"
-    r"|(?=[ *_]+(?:(?:(?:negative|minus) )?[-+−\p{Sc}]*\.?\d"
+    r"(?:[^\n.\d:=—]{0,60}?\b(?:is|are)\b|[^\n.]{0,60}?(?:\b(?:is|are)\b(?! not\b)|[:=—]| – )"
+    r"|(?=[ *_]+(?:(?:(?:negative|minus) )?[-+−√\p{Sc}]*\.?\d"
     r"|(?:(?:option|choice) )?(?-i:\(?[A-J]\)?|\([^\x00-\x7f]\))(?:[ .*]|\Z)"
     r"|(?:[^\x00-\x7f]+ ?){1,3}(?:[.\n]|\Z))))"
     r"[\s:*},]*(.*?)(?=(?<!\bRs)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)\.(?:\s|\Z)|\n|\Z)",
@@ -676,7 +676,7 @@ def same_literal(wanted: str, text: str) -> bool:
 
 def _choice(text: str) -> tuple[str, str] | None:
     """Returns the small letter of the choice that a text begins with, and what is behind it."""
-    m = _CHOICE.match(plain(text.replace("$", "")).strip(" *`"))
+    m = _CHOICE.match(plain(text.replace("$", "")).strip(' *`"'))
     return ((m[1] or m[2]).lower(), "" if m[3] else m[4]) if m else None
 
 

@@ -20,13 +20,18 @@ SOLID = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Hangul}\p{LB=SA}]"
 _LETTER = r"[^\W\d_²³]"
 """Exponents are digits to Unicode, but to `re` they are letters."""
 _WORD = re.compile(rf"{_LETTER}+")
+_NO_LETTER = regex.compile(
+    r"(?![\p{L}\p{M}])[^\x00-\x7f]|[\p{dt=wide}\p{dt=narrow}\p{dt=font}\p{dt=square}\p{dt=small}]"
+)
+"""What may be written otherwise in ASCII; letters only where they are forms of others."""
 _PREFIXES = r"(?:[وف]??(?:ال)??|[וש]??ה??)"
 """Conjunctions and articles that are written as one with the word behind them."""
 _NUMBER = r"-?\d(?:[\d.,]*\d)?"
 _PLACES = {
     "before its number": rf"(?<![\d)}}$])(?<![\d)}}$] )(?:%s)[^\S\n]?(?P<number>{_NUMBER})",
     "behind its number": rf"(?<![\d.,-])(?P<number>{_NUMBER}\s?[^\s\d.,;:]{{0,8}}?)\s?(?:%s)",
-    "before an option": r"(?:%s)(?=[\s:*$(]*[a-j](?![^\W_]))",
+    "before an option": r"(?:%s)(?=[\s:*$(]*[a-j](?![a-z0-9]))",
+    "behind an option": r"(?<=(?<![a-z0-9])[a-j]) ?(?:%s)",
     "behind a number": r"(?<=[\d$}])[^\S\n]?(?:%s)",
     "anywhere": "%s",
     "answer": r"(?:%s)(?:(?P<between>[^\n.:=\d]{0,60}?)(?:%s)"
@@ -35,6 +40,8 @@ _PLACES = {
 }
 """Parts of the table -> where its words count; of an answer, with the words of the part `is`, or
 directly before a number."""
+_COMMA = re.compile(r"(?<![\d.,({\[])(\d{1,3}(?:\.\d{3})+|\d+),(\d\d?|\d{4,})(?![\d,)}\]]|\.\d)")
+"""A decimal with a comma in prose: in brackets and braces it may be a point, or a list."""
 _CHOICE = re.compile(r"(?<![^\W_])[A-J]、(?!\s*[A-J](?![^\W_]))")
 """`B、北京` is a choice, `A、B` are two."""
 _SHAPES = ("<wide>", "<narrow>", "<small>", "<font>", "<square>", "<circle>")
@@ -43,7 +50,12 @@ _FORMS = {"<circle>": "(%s)", "<square>": " %s", "<compat>": " %s"}
 """`②` is (2); `18㎡` and `18℃` are a number and a unit."""
 _NAMED = {"SEMICOLON": "; ", "COLON": ": ", "COMMA": ", ", "PERCENT SIGN": "%"}
 _NAMED |= {"DECIMAL SEPARATOR": ".", "THOUSANDS SEPARATOR": ",", "WAVE DASH": "~"}
-_NAMED |= {"DOUBLE": '"', "CORNER BRACKET": '"', "LENTICULAR BRACKET": " ", "HYPHEN": "-"}
+_NAMED |= {
+    "DOUBLE": '"',
+    "CORNER BRACKET": '"',
+    "LENTICULAR BRACKET": " ",
+    "HYPHEN": "-",
+}
 """Parts of the names of punctuation -> how it is written in ASCII."""
 
 
@@ -56,7 +68,8 @@ def same_characters(text: str) -> str:
 
 def in_ascii(text: str) -> str:
     """Returns a text with ASCII digits and punctuation: `１８．５` and `١٨٫٥` are 18.5."""
-    return re.sub(r"[^\x00-\x7f]", _replaced, same_characters(text))
+    text = same_characters(text)
+    return text if text.isascii() else _NO_LETTER.sub(_replaced, text)
 
 
 def in_english(text: str) -> str:
@@ -64,12 +77,18 @@ def in_english(text: str) -> str:
     ` answer is 18`."""
     text, (whole, stems) = in_ascii(text), _telling_words()
     said = set(_WORD.findall(text.lower()))
-    other = regex.search(rf"{SOLID}|\p{{Arabic}}|\p{{Hebrew}}|%\d", text)  # no words between spaces
-    text = regex.sub(r"(?<!\p{L})(\p{Hebrew})-(?=\d)", r"\1 ", text)
+    # no words between spaces, or what is no word
+    other = regex.search(
+        rf"{SOLID}|\p{{Arabic}}|\p{{Hebrew}}|\p{{Cyrillic}}|\p{{Greek}}{{3}}|%\d", text
+    )
     if not other and whole.isdisjoint(said) and not any(word.startswith(stems) for word in said):
         return text
+    text = regex.sub(r"(?<!\p{L})(\p{Hebrew})-(?=\d)", r"\1 ", text)
+    before, writes_comma = text, not regex.search(SOLID, text)
     for pattern, meanings in _passes():
-        lower = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
+        lower = text.lower()
+        if len(lower) != len(text):  # of some letters it is two
+            lower = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
         parts, at = [], 0
         for m in pattern.finditer(lower):
             word, (start, end) = m["solid"] or m["spaced"], m.span()
@@ -77,7 +96,10 @@ def in_english(text: str) -> str:
             if m["spaced"] and (_is_mark(lower, a - 1) or _is_mark(lower, b)):
                 continue  # a part of a word
             stem = next(word[:n] for n in range(len(word), 0, -1) if word[:n] in meanings)
-            groups, space = m.groupdict(), "" if text[end : end + 1] in ("²", "³") else " "
+            groups, space = (
+                m.groupdict(),
+                "" if text[end : end + 1] in ("²", "³") else " ",
+            )
             number = text[slice(*m.span("number"))] if "number" in groups else ""
             parts += [text[at:start], " ", meanings[stem].format(number), space]
             if m.lastgroup == "direct":
@@ -87,6 +109,8 @@ def in_english(text: str) -> str:
                 parts += [between, " " if changes else " is "]
             at = end
         text = re.sub(" {2,}", " ", "".join((*parts, text[at:]))) if parts else text
+    if writes_comma and (text != before or regex.search(r"\p{Cyrillic}|\p{Greek}{3}", text)):
+        text = _COMMA.sub(lambda m: f"{m[1].replace('.', '')}.{m[2]}", text)
     return text
 
 
@@ -170,4 +194,6 @@ def _any(rows: list[tuple[str, str, str]], part: str) -> str:
     spaced = "|".join(form for word, form in forms.items() if not regex.search(SOLID, word))
     solid, spaced = solid or "(?!)", spaced or "(?!)"
     whole = rf"(?<!{_LETTER})(?<!\\){_PREFIXES}(?P<spaced>{spaced})(?!{_LETTER})|(?P<solid>{solid})"
+    starts = re.escape("".join({word[0] for word in words} | set("وفשהא")))  # read faster
+    whole = f"(?=[{starts}])(?:{whole})"
     return f"(?:{whole})" if part != "is" else re.sub(r"\?P<\w+>", "?:", f"(?:{whole})")
