@@ -493,7 +493,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "tensors that overlap": (lambda f: move(f, NORM, 64, 192), f"{WEIGHTS}|{NORM}|overlap"),
     "tokenizer config is deep": (
         lambda f: (f / "tokenizer_config.json").write_text(DEEP),
-        "tokenizer|cannot be read",
+        "tokenizer_config.json|not valid JSON",
     ),
     "header is a list": (lambda f: header(f, "[]"), "model.safetensors|header"),
     "header without offsets": (
@@ -518,10 +518,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")],
         "tokenizer.json",
     ),
-    "tokenizer is no JSON": (lambda f: cut(f / "tokenizer.json", 50), "tokenizer|cannot be read"),
+    "tokenizer is no JSON": (
+        lambda f: cut(f / "tokenizer.json", 50),
+        "tokenizer.json|not valid JSON",
+    ),
     "tokenizer config is no JSON": (
         lambda f: cut(f / "tokenizer_config.json", 10),
-        "tokenizer|cannot be read",
+        "tokenizer_config.json|not valid JSON",
     ),
 }
 

@@ -23,7 +23,7 @@ from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import JsonLines, MetricsWriter, read_metrics
 from jaxrl.telemetry.timeline import Timeline
 from jaxrl.train import train
-from jaxrl.types import Completion, Prompt
+from jaxrl.types import Completion, Prompt, SampleCounts
 
 PROMPTS = [Prompt(i, (1, 2), f"prompt {i}", answer="42") for i in range(4)]
 ZEROS = np.zeros(2, np.float32)
@@ -54,6 +54,8 @@ class Pretender:
         return SimpleNamespace(
             prompts=prompts,
             completions=completions,
+            group_ids=np.arange(len(prompts)),
+            replaced=SampleCounts(),
             policy_version=self.version,
             decode_steps=2,
             notes=(),
