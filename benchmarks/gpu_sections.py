@@ -45,6 +45,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE
 from jaxrl.profile.work import Work, decode_work, divergence_work, forward_work
 from jaxrl.roles.declared import Program
+from jaxrl.roles.run_shapes import RunArrays
 from jaxrl.sampling.decode import GRAPHED, launch_with
 from jaxrl.sharding.ledger import HOST
 from jaxrl.sharding.reshard import checksums, nbytes, reshard
@@ -460,7 +461,8 @@ def _sync(bench: Bench, sent: bool = False) -> Row:
     compiled = program.compile()
     given = arguments(run, program)
     c = run.config.rollout
-    there = run.programs.params("rollout", run.inputs.student, c.compute_dtype)
+    arrays = RunArrays(run.programs.setting, run.programs.meshes)
+    there = arrays.params("rollout", run.inputs.student, c.compute_dtype)
     shardings = jax.tree.map(lambda x: x.sharding, there)
     names = compiled(*given).keys()
     shardings = {name: shardings[name] for name in names}
@@ -476,7 +478,8 @@ def _checked(bench: Bench) -> Row:
     """The checksums of the rollout's weights, which each weight sync between processes takes."""
     run = describe(bench.size, bench.devices)
     dtype = run.config.rollout.compute_dtype
-    params = run.programs.params("rollout", run.inputs.student, dtype)
+    shapes = RunArrays(run.programs.setting, run.programs.meshes)
+    params = shapes.params("rollout", run.inputs.student, dtype)
     arrays = jax.tree.leaves(filled(params, below=2))
     size, took = nbytes(arrays), statistics.median(timed(lambda: checksums(arrays), 0.0))
     return {"value": size / took / GB, "unit": "GB/s", "seconds": took}
