@@ -95,7 +95,8 @@ def test_every_section_has_numbers(rows):
             continue
         assert mine and not failed, failed
         assert all(row["value"] > 0 for row in mine)
-    programs = [row for row in rows if row.get("planned")]
+    # the program that converts weights is planned too, but its seconds are not predicted
+    programs = [row for row in rows if row.get("planned") and row["section"] != "moves"]
     assert all(row["predicted"]["measured"] > 0 for row in programs)
     steps = [row for row in rows if row["section"] == "step"]
     stages = {s["stage"] for row in steps for s in row["stages"]}
