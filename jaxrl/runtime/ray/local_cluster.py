@@ -276,22 +276,25 @@ class Starts:
     def trouble(self) -> str | None:
         """Tells how a process ended before Ray knew it, with the last lines of Ray's logs, if one
         did a while ago."""
-        starting: set[int] = set()
-        try:
-            for child in self._raylet.children():
-                with suppress(psutil.Error):
-                    command = child.cmdline()
-                    if any(part.endswith("default_worker.py") for part in command):
-                        starting.add(child.pid)
-                    else:
-                        self._starting.discard(child.pid)
-        except psutil.Error:  # the raylet has ended
-            return None
         output = _read_from(self._output, self._read)
         self._read += len(output)
-        for pid in map(int, STARTED.findall(output)):
-            if not any(self._logs.glob(f"python-core-worker-*_{pid}.log")):
-                self._starting.add(pid)
+        begun = {int(pid) for pid in STARTED.findall(output)}
+        self._starting |= {
+            pid for pid in begun if not any(self._logs.glob(f"python-core-worker-*_{pid}.log"))
+        }
+        # Not `Process.children`, which compares times of the wall clock, and a clock may be set.
+        starting: set[int] = set()
+        for child in psutil.process_iter():
+            with suppress(psutil.Error):
+                if child.ppid() != self._raylet.pid:
+                    continue
+                command = child.cmdline()
+                if any(part.endswith("default_worker.py") for part in command):
+                    starting.add(child.pid)
+                elif command and child.pid not in begun:  # and not one that is no worker yet
+                    self._starting.discard(child.pid)
+                else:
+                    starting |= {child.pid} & self._starting
         now = time.monotonic()
         self._ended |= dict.fromkeys(self._starting - starting, now)
         self._starting = starting
