@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 from byte_tokenizers import sentencepiece
-from cases import and_slow
 from chat_shapes import (
     ASK,
     ENDS,
@@ -489,37 +487,18 @@ def test_the_date_of_a_template_is_the_tokenizers(monkeypatch: pytest.MonkeyPatc
     assert render(tokenizer, [ASK]).startswith("03 Feb 2026 00:00\n")
 
 
-GROWS = "{% set n = namespace(x=A) %}{% for i in range(60) %}{% set n.x = B %}{% endfor %}"
-HOSTILE = {
-    "lipsum": "{{ lipsum(n=100000000) }}",
-    "date": "{{ strftime_now('%c' * 4000) }}",
-    "sort": "{{ ('ba' * 10**7) | sort }}",
-    "batch": "{% for x in ('ba' * 10**6) | batch(2) %}{% for y in x %}{% endfor %}{% endfor %}",
-    "loops": "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}",
-    "times": "{{ 10**12 * 'a' }}",
-    "list": "{{ [1] * 10**12 }}",
-    "power": GROWS.replace("A", "10").replace("B", "n.x * n.x"),
-    "method": "{{ 'a'.center(10**11) }}",
-    "filter": "{{ 'a' | center(10**11) }}",
-    "percent": "{{ '%1000000000000d' % 1 }}",
-    "format": "{{ '{:1000000000000}'.format(1) }}",
-    "doubled": GROWS.replace("A", "'ab'").replace("B", "n.x ~ n.x"),
-    "added": GROWS.replace("A", "'ab'").replace("B", "n.x + n.x"),
-    "replaced": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
-    "joined": "{{ ('a' * 100000) | map('replace', 'a', 'b' * 100000) | join }}",
-    "round": "{{ 1.5 | round(10**9) }}",
-    "indent": "{{ messages | tojson(indent=10**11) }}",
-    "itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+OUTSIDE = {
+    "the sandbox": "{{ messages.__class__.__mro__ }}",
+    "what it may change": "{{ messages.append(1) }}",
+    "range": "{% for x in range(10**6) %}{% endfor %}",
+    "its own depth": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
 }
 
 
-@pytest.mark.parametrize("name", and_slow([n for n in HOSTILE if n != "batch"], ["batch"]))
-def test_a_template_that_works_without_end_is_refused(name: str) -> None:
-    tokenizer = tiny_tokenizer(HOSTILE[name])
-    began = time.process_time()
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_template_that_leaves_jinjas_sandbox_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="the chat template refuses messages of user: .{10}"):
-        render(tokenizer, [ASK])
-    assert time.process_time() - began < 30
+        render(tiny_tokenizer(OUTSIDE[name]), [ASK])
 
 
 def test_memory_that_a_template_does_not_get_is_named() -> None:
