@@ -9,17 +9,17 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path, PurePath, PurePosixPath
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import yaml
-
 from jaxrl.config.builtin_configs import how_to_make
-from jaxrl.data.example import Example, Part, Split
+from jaxrl.data.example import Example, JsonObject, Part, Split
 from jaxrl.data.jsonl import JsonlFile, RowList, open_csv, open_json
 from jaxrl.data.rows import KEYS, OPTIONAL, Keys, check_names, kind, listed
 from jaxrl.data.tables import (
@@ -56,7 +56,7 @@ _WORD = re.compile(
 CONVERTED = "refs/convert/parquet"
 """Branch that has the hub's own conversion of a data set."""
 _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
-_WILD = re.compile(r"(\*\*/|\*\*|\*|\?)")
+_WILD = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"\d{4,5}")
 
 P = TypeVar("P", bound=PurePath)
@@ -344,8 +344,8 @@ def is_split_here(name: HubName, split: Split) -> bool:
 
 
 def split_files(name: HubName, split: Split) -> list[str]:
-    """Returns the paths in the repository of a pinned name of the files of a split, which the use
-    (`split`) chooses where the name does not.
+    """Finds the files of a split in the repository of a pinned name: their paths. The use (`split`)
+    chooses where the name does not.
 
     The block of YAML at the top of the repository's README.md says which they are (`configs`, as
     the `datasets` package reads it); without one the paths do, as in
@@ -354,11 +354,12 @@ def split_files(name: HubName, split: Split) -> list[str]:
     Raises:
         UserError: there is no such configuration or split.
     """
-    there, configs = list(hub.files(name)), _front_matter(name)
+    there, configs = list(hub.files(name)), _configs(name)
     if not hub.has_list(name):  # what the README names is there too, though not in the cache
-        there += sorted(_paths_named(configs) - {*there})
+        named = {path for one in configs for paths in _patterns(one).values() for path in paths}
+        there += sorted(path for path in named - {*there} if not _WILD.search(path))
     with hub.about_list(name):
-        return _split_files(name, split, _described(there, configs) or _inferred(there))
+        return _split_files(name, split, _described(there, configs) or _layout_of_paths(there))
 
 
 def _split_files(name: HubName, split: Split, layout: Layout) -> list[str]:
@@ -426,111 +427,76 @@ def _config(name: HubName, layout: Layout, asked: str) -> str:
     )
 
 
-def _front_matter(name: HubName) -> list[object]:
-    """Returns `configs` of the README, [] where there is none that can be read."""
-    readme = hub.snapshot(name, hub.CARD) / hub.README
-    if not readme.is_file():
-        return []
-    parts = readme.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip("\ufeff\n "):
-        return []
-    try:
-        described = yaml.safe_load(parts[1])
-    except Exception:  # the library raises anything at explicit tags and dates that are none
-        return []
-    configs = described.get("configs") if isinstance(described, dict) else None
-    return configs if isinstance(configs, list) else []
+def _configs(name: HubName) -> list[JsonObject]:
+    """Reads `configs` of the README, [] where there is none that can be read."""
+    from huggingface_hub.repocard import metadata_load
+
+    card = hub.snapshot(name, hub.CARD) / hub.README
+    described = None
+    with suppress(Exception):  # YAML raises anything at explicit tags and dates that are none
+        described = metadata_load(card)
+    configs = (described or {}).get("configs")
+    return [one for one in configs if isinstance(one, dict)] if isinstance(configs, list) else []
 
 
-def _described(there: Sequence[str], configs: Sequence[object]) -> Layout:
+def _described(there: Sequence[str], configs: Sequence[JsonObject]) -> Layout:
     layout: Layout = {}
     for config in configs:
-        if not isinstance(config, dict):
-            continue
-        folder = _word(config.get("data_dir") or "").strip("/")
-        inside = [file for file in there if not folder or file.startswith(f"{folder}/")]
         splits = {
-            split: [file for file in inside if any(_fits(file, folder, one) for one in patterns)]
-            for split, patterns in _patterns(config.get("data_files"))
+            split: [file for file in there if any(_fits(file, one) for one in patterns)]
+            for split, patterns in _patterns(config).items()
         }
         if not splits:  # a folder alone
-            splits = _inferred(inside, folder).get("default", {})
-        name = _word(config.get("config_name") or "default")
-        layout[name] = splits
-        if config.get("default"):
-            layout.setdefault("default", layout[name])
-    return {name: splits for name, splits in layout.items() if splits}
+            folder = _word(config.get("data_dir")).strip("/")
+            inside = [file for file in there if not folder or file.startswith(f"{folder}/")]
+            splits = _layout_of_paths(inside, folder).get("default", {})
+        if splits:
+            layout[_word(config.get("config_name")) or "default"] = splits
+            if config.get("default"):
+                layout.setdefault("default", splits)
+    return layout
 
 
-def _paths_named(configs: Sequence[object]) -> set[str]:
-    """Returns the files that a README names one by one."""
-    paths = set()
-    for config in configs:
-        if not isinstance(config, dict):
-            continue
-        folder = PurePosixPath(_word(config.get("data_dir") or "").strip("/"))
-        for _, patterns in _patterns(config.get("data_files")):
-            paths |= {str(folder / path) for path in patterns if path and not _WILD.search(path)}
-    return paths
+def _patterns(config: JsonObject) -> dict[str, list[str]]:
+    """Returns split -> patterns of its files, in any of the forms of `data_files`."""
+    folder, files = _word(config.get("data_dir")).strip("/"), config.get("data_files")
+    if isinstance(files, dict):
+        files = [{"split": split, "path": path} for split, path in files.items()]
+    files = files if isinstance(files, list) else [files]
+    plain = [one for one in files if isinstance(one, str)]
+    found: dict[str, list[str]] = {}
+    for one in (*([{"path": plain}] if plain else []), *files):
+        if isinstance(one, dict):
+            paths = one["path"] if isinstance(one.get("path"), list) else [one.get("path")]
+            words = [str(PurePosixPath(folder, _word(path))) for path in paths if _word(path)]
+            found[_word(one.get("split", "train"))] = words
+    return found
 
 
 def _word(value: object) -> str:
-    """Returns a plain value of a README as text. Text of a list could be of any length: aliases
-    repeat."""
+    # Text of a list could be of any length: aliases repeat.
     return str(value) if isinstance(value, str | int | float) else ""
 
 
-def _patterns(data_files: object) -> Iterator[tuple[str, list[str]]]:
-    """Yields split -> patterns of its files, in any of the forms of `data_files`."""
-    if isinstance(data_files, dict):
-        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
-    if isinstance(data_files, str):
-        data_files = [data_files]
-    if not isinstance(data_files, list):
-        return
-    plain = [one for one in data_files if isinstance(one, str)]
-    if plain:
-        yield "train", plain
-    for one in data_files:
-        if isinstance(one, dict):
-            path = one.get("path")
-            paths = path if isinstance(path, list) else [path]
-            yield _word(one.get("split", "train")), [_word(each) for each in paths]
+def _fits(file: str, pattern: str) -> bool:
+    """Says whether a path fits a pattern, in which only `**` stands for several folders."""
+    names, reached = file.split("/"), {0}  # so many folders fit the pattern so far
+    for part in pattern.split("/"):
+        if part == "**":
+            reached = {*range(min(reached, default=len(names)), len(names))}
+        else:
+            reached = {n + 1 for n in reached if n < len(names) and fnmatchcase(names[n], part)}
+    return len(names) in reached or (pattern.endswith("**") and bool(reached))
 
 
-def _fits(file: str, folder: str, pattern: str) -> bool:
-    """Returns whether a path fits a pattern, in which only `**` stands for several folders."""
-    pattern = f"{folder}/{pattern}" if folder else pattern.removeprefix("./")
-    reached = {0}  # lengths of the beginnings of the path that fit the pattern so far
-    for part in filter(None, _WILD.split(pattern)):
-        reached = {end for start in reached for end in _ends(part, file, start)}
-    return len(file) in reached
-
-
-def _ends(part: str, file: str, start: int) -> Iterable[int]:
-    """Returns where a part of a pattern may end in a path, from a place in it on."""
-    if part == "**":
-        return range(start, len(file) + 1)
-    if part == "**/":
-        return [start, *(i + 1 for i in range(start, len(file)) if file[i] == "/")]
-    slash = file.find("/", start)
-    stop = len(file) if slash < 0 else slash
-    if part == "*":
-        return range(start, stop + 1)
-    if part == "?":
-        return [start + 1] if start < stop else []
-    return [start + len(part)] if file.startswith(part, start) else []
-
-
-def _inferred(there: Sequence[str], folder: str | None = None) -> Layout:
-    """Returns what the paths say. Files of a configuration that name no split are `train`, if none
-    names one; else they have the split "".
+def _layout_of_paths(there: Sequence[str], folder: str | None = None) -> Layout:
+    """Infers a layout from paths alone. Files of a configuration that name no split are `train`, if
+    none names one; else they have the split "".
 
     Args:
         folder: holds all of the paths, which are then one configuration, `default`.
     """
     named: Layout = {}
-    unnamed: Layout = {}
     paths = data_files([PurePosixPath(file) for file in there])
     suffix = next((suffix for suffix in SUFFIXES for path in paths if path.suffix == suffix), None)
     for path in (path for path in paths if path.suffix == suffix):
@@ -540,9 +506,8 @@ def _inferred(there: Sequence[str], folder: str | None = None) -> Layout:
         config = next((name for name in reversed(folders) if name != "data"), "default")
         config = config if folder is None else "default"
         named.setdefault(config, {}).setdefault(split, []).append(str(path))
-    for config in [config for config, splits in named.items() if not any(splits)]:
-        unnamed[config] = {"train": named.pop(config)[""]}
-    return named or unnamed
+    unnamed = {name: {"train": splits[""]} for name, splits in named.items() if not any(splits)}
+    return {name: splits for name, splits in named.items() if any(splits)} or unnamed
 
 
 def split_of(path: PurePath) -> str:

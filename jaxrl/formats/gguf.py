@@ -31,21 +31,12 @@ from tokenizers.processors import TemplateProcessing
 from jaxrl.errors import UserError, about, user_input
 from jaxrl.formats.opened import note_read
 from jaxrl.formats.weights import Index, gguf_parts, tensor_shapes
-from jaxrl.models.config import DecoderConfig, check_bounds, check_special_ids
+from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.families.qwen import RECURRENT
 from jaxrl.models.family import FULL, SLIDING
-from jaxrl.models.rope import (
-    LinearRope,
-    Llama3Rope,
-    LongRope,
-    ProportionalRope,
-    RopeScaling,
-    YarnRope,
-    longrope_attention,
-    positions_of,
-)
+from jaxrl.models.rope import Llama3Rope, longrope_attention
 from jaxrl.process.json_types import JsonObject
 
 if TYPE_CHECKING:
@@ -61,19 +52,29 @@ LLAMA3_ROPE = Llama3Rope(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
 """Llama 3.1 to 3.3, but for the factor; a GGUF stores only the divisors that result from it."""
-EXPERTS = {
+NEEDED = {
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+"""Fields of a `config.json` -> where the metadata must have them."""
+SEVERAL = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "full_attention_interval": "full_attention_interval",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
-"""Fields of a mixture's `config.json` -> where the metadata have them."""
+"""The same, where they may."""
 STATES = {
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
     "linear_key_head_dim": "ssm.state_size",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
 }
-"""The same of a model whose layers keep a state."""
+"""What they must have of a model whose layers keep a state."""
 YARN = (
     ("factor", "factor"),
     ("original_max_position_embeddings", "original_context_length"),
@@ -82,7 +83,7 @@ YARN = (
     ("beta_fast", "yarn_beta_fast"),
     ("beta_slow", "yarn_beta_slow"),
 )
-"""The same of YaRN, behind `rope.scaling.`; of two keys the later one counts."""
+"""Constants of YaRN, behind `rope.scaling.`; of two keys the later one counts."""
 VALUE_ROWS = {"in_proj_qkv": 2, "conv1d": 2, "in_proj_z": 0, "in_proj_a": 0, "in_proj_b": 0}
 """Tensors of a layer with a state that have rows for the value heads -> behind how many parts as
 wide as all key heads."""
@@ -262,99 +263,89 @@ class GgufFile:
             raise UserError(f"{self.path}: {why}{error}") from error
 
     def _read_config(self) -> DecoderConfig:
-        family = self.family
-        d_model = int(self._need("embedding_length"))
-        n_heads = int(self._need("attention.head_count"))
-        head_dim = int(self._of_windows("attention.key_length") or d_model // n_heads)
+        raw, entry = self._describe(), FAMILIES[self.family]
+        raw |= entry.from_gguf(raw, self)
+        with about("as a config.json, the metadata"):
+            config = DecoderConfig.from_hf(raw)
+            config = replace(config, **special_ids(raw))  # none are by default
+        window, n = raw["sliding_window"], config.n_layers
+        windowed = "kinds" in entry.read(entry.prepare(raw))
+        if not windowed and window and window < config.max_positions:
+            raise UserError(
+                f"a sliding window of {window} positions is not supported; full attention only"
+            )
+        kinds = config.kinds * (n // len(config.kinds))
+        for key, of in BY_LAYER.items():
+            value, each = self.stated(key), [of(config.of(kind)) for kind in kinds]
+            if isinstance(value, list) and value[:n] != each:
+                raise UserError(f"{key}={value} is not supported; supported: {each}")
+        check_special_ids(config)
+        return config
+
+    def _describe(self) -> JsonObject:
+        """Makes the `config.json` that the metadata describe, but for what a family has in places
+        of its own (`Family.from_gguf`)."""
+        entry = FAMILIES[self.family]
+        raw: JsonObject = {key: self._need(stored) for key, stored in NEEDED.items()}
+        several = {key: self.stated(stored) for key, stored in SEVERAL.items()}
+        raw |= {key: value for key, value in several.items() if value is not None}
+        head_dim = self._of_windows("attention.key_length")
+        head_dim = int(head_dim or raw["hidden_size"] // raw["num_attention_heads"])
         rotated = int(self._of_windows("rope.dimension_count") or head_dim)
-        if rotated != head_dim and not FAMILIES[family].partial_rotary:
+        if rotated != head_dim and not entry.partial_rotary:
             raise UserError(f"{rotated} of {head_dim} dims of a head are rotated; all or none")
-        theta = self.stated("rope.freq_base")
-        theta = 10000.0 if theta is None else float(theta)
-        scaling = self._rope_scaling(theta, head_dim)
-        key, kv_heads = "attention.head_count_kv", n_heads
-        stated = self.stated(key)
-        if isinstance(stated, list) and FAMILIES[family].recurs:  # 0 of layers that do not attend
-            several = {int(n) for n in stated} - {0}
-            if len(several) != 1:
-                raise UserError(
-                    f"{key}={stated} is not supported: it must be the same in all layers that"
-                    " attend"
-                )
-            (kv_heads,) = several
-        elif stated is not None:
-            kv_heads = int(self._of_model(key))
+        if entry.partial_rotary:  # such that it gives these dims, however it is rounded
+            share = np.nextafter(rotated / head_dim, 1)
+            raw["partial_rotary_factor"] = 1 if rotated == head_dim else float(share)
         # the end of text, then the end of a turn where a file names both
         ends = [self.meta(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
-        config = DecoderConfig(
-            family=family,
-            vocab_size=int(self._tensor("token_embd.weight").shape[1]),
-            d_model=d_model,
-            n_layers=int(self._need("block_count")) - int(self.stated("nextn_predict_layers") or 0),
-            n_heads=n_heads,
-            n_kv_heads=kv_heads,
-            head_dim=head_dim,
-            d_ff=int(self._of_model("feed_forward_length")),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            rotary_dims=None if rotated == head_dim else rotated,
-            rms_norm_eps=float(self._need("attention.layer_norm_rms_epsilon")),
-            tie_embeddings="output.weight" not in self._tensors,
-            max_positions=positions_of(scaling, int(self._need("context_length"))),
-            eos_ids=tuple(dict.fromkeys(int(i) for i in ends if i is not None)),
-            bos_id=self.meta("tokenizer.ggml.bos_token_id"),
-            pad_id=self.meta("tokenizer.ggml.padding_token_id"),
-        )
-        check_bounds(config)  # before lists of as many layers are made
-
-        # What the metadata say of the family's own part of a `config.json`.
-        entry, n = FAMILIES[family], config.n_layers
         window, pattern = (self.stated(f"attention.sliding_window{k}") for k in ("", "_pattern"))
-        raw: JsonObject = {
-            "num_hidden_layers": n,
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.max_positions,
-            "rope_theta": config.rope_theta,
-            "sliding_window": int(window) if window else None,
-            "intermediate_size": config.d_ff,
+        n = raw["num_hidden_layers"] = self._need("block_count") - (
+            self.stated("nextn_predict_layers") or 0
+        )
+        raw |= {
+            "model_type": self.family,
+            "vocab_size": int(self._tensor("token_embd.weight").shape[1]),
+            "head_dim": head_dim,
+            "num_key_value_heads": self._kv_heads(raw["num_attention_heads"]),
+            "intermediate_size": self._of_model("feed_forward_length"),
+            "rope_theta": 10000.0 if (theta := self.stated("rope.freq_base")) is None else theta,
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "sliding_window": window or None,
+            "eos_token_id": list(dict.fromkeys(i for i in ends if i is not None)),
+            "bos_token_id": self.meta("tokenizer.ggml.bos_token_id"),
+            "pad_token_id": self.meta("tokenizer.ggml.padding_token_id"),
         }
-        for key, stored in EXPERTS.items():
-            if self.stated(stored) is not None:
-                raw[key] = int(self.stated(stored))
+        raw["rope_scaling"] = self._rope_scaling(raw["rope_theta"], head_dim)
+        recurrent = self.stated("attention.recurrent_layers") if entry.recurs else None
+        for flags, (yes, no) in ((pattern, (SLIDING, FULL)), (recurrent, (RECURRENT, FULL))):
+            if isinstance(flags, list):
+                raw["layer_types"] = [yes if flag else no for flag in flags[:n]]
+        if pattern and not isinstance(pattern, list):
+            raw["sliding_window_pattern"] = pattern
         if entry.recurs:  # layers that keep a state
-            raw |= {key: int(self._need(stored)) for key, stored in STATES.items()}
-            width, heads = int(self._need("ssm.inner_size")), raw["linear_num_value_heads"]
+            raw |= {key: self._need(stored) for key, stored in STATES.items()}
+            width, heads = self._need("ssm.inner_size"), raw["linear_num_value_heads"]
             if heads < 1 or width % heads:
                 raise UserError(
                     f"ssm.inner_size={width} is not a multiple of ssm.time_step_rank={heads}"
                 )
             raw["linear_value_head_dim"] = width // heads
-            recurrent = self.stated("attention.recurrent_layers")
-            interval = self.stated("full_attention_interval")
-            if isinstance(recurrent, list):
-                raw["layer_types"] = [RECURRENT if recurs else FULL for recurs in recurrent[:n]]
-            elif interval is not None:
-                raw["full_attention_interval"] = int(interval)
-        if isinstance(pattern, list):
-            raw["layer_types"] = [SLIDING if slides else FULL for slides in pattern[:n]]
-        elif pattern:
-            raw["sliding_window_pattern"] = int(pattern)
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            raw[key] = self.stated(key)
-        fields = entry.read(entry.prepare(raw | entry.from_gguf(config, self)))
-        if "kinds" not in fields and window and window < config.max_positions:
+        return raw
+
+    def _kv_heads(self, heads: int) -> int:
+        key = "attention.head_count_kv"
+        stated = self.stated(key)
+        if stated is None:
+            return heads
+        if not isinstance(stated, list) or not FAMILIES[self.family].recurs:
+            return int(self._of_model(key))
+        several = {*stated} - {0}  # 0 of layers that do not attend
+        if len(several) != 1:
             raise UserError(
-                f"a sliding window of {window} positions is not supported; full attention only"
+                f"{key}={stated} is not supported: it must be the same in all layers that attend"
             )
-        found = replace(config, **fields)
-        kinds = found.kinds * (n // len(found.kinds))
-        for key, of in BY_LAYER.items():
-            value, each = self.stated(key), [of(found.of(kind)) for kind in kinds]
-            if isinstance(value, list) and value[:n] != each:
-                raise UserError(f"{key}={value} is not supported; supported: {each}")
-        check_bounds(found)
-        check_special_ids(found)
-        return found
+        return int(several.pop())
 
     def check_all_read(self) -> None:
         """Raises UserError for a weight or bias of a layer that the config has no place for, but
@@ -479,9 +470,9 @@ class GgufFile:
         slides = pattern if isinstance(pattern, list) else []
         return next((n for n, slid in zip(value, slides, strict=False) if slid), value[0])
 
-    def _rope_scaling(self, theta: float, head_dim: int) -> RopeScaling | None:
-        """Returns the scaling; what the metadata lack follows from the lengths of contexts."""
-        kind = self.stated("rope.scaling.type")
+    def _rope_scaling(self, theta: float, head_dim: int) -> JsonObject | None:
+        """Makes `rope_scaling`; what the metadata lack follows from the lengths of contexts."""
+        kind, length = self.stated("rope.scaling.type"), self._need("context_length")
         if "rope_freqs.weight" in self._tensors:
             # [R / 2] divisors: ones, which those that do not rotate follow, or those of llama3
             divisors = np.asarray(self._tensors["rope_freqs.weight"].data, np.float32)
@@ -489,7 +480,7 @@ class GgufFile:
             expected = np.where(np.arange(half) < rotated, 1, UNROTATED).astype(np.float32)
             dims = self.stated("rope.dimension_count") or head_dim
             if rotated and 2 * half == dims and np.array_equal(divisors, expected):
-                return ProportionalRope(rotated / half)
+                return {"rope_type": "proportional", "partial_rotary_factor": rotated / half}
             stored = divisors.astype(np.float64)
             rope = replace(LLAMA3_ROPE, factor=float(stored.max()))
             freq = theta ** -(np.arange(head_dim // 2) / (head_dim // 2))
@@ -499,34 +490,29 @@ class GgufFile:
                     f"rope_freqs.weight is no llama3 scaling, which would be {rope}; other"
                     " scalings are not supported"
                 )
-            return rope
+            return rope.written()
+        raw: JsonObject = {"rope_type": kind}
         if "rope_factors_long.weight" in self._tensors:
-            short, long = (
-                tuple(_shortest(x) for x in self._tensor(f"rope_factors_{length}.weight").data)
-                for length in ("short", "long")
-            )
-            original = int(self._need("rope.scaling.original_context_length"))
-            factor = longrope_attention(self._need("context_length") / original, original)
+            for which in ("short", "long"):
+                factors = self._tensor(f"rope_factors_{which}.weight").data
+                raw[f"{which}_factor"] = [_shortest(x) for x in factors]
+            original = self._need("rope.scaling.original_context_length")
             stated = self.stated("rope.scaling.attn_factor")
-            if stated is not None and np.float32(factor) != np.float32(stated):
-                factor = float(stated)
-            return LongRope(short, long, original, factor)
+            if np.float32(longrope_attention(length / original, original)) != np.float32(
+                stated or 0
+            ):
+                raw["attention_factor"] = stated  # else it has more digits than float32
+            return raw | {"rope_type": "longrope", "original_max_position_embeddings": original}
         if kind in (None, "none"):
             return None
         if kind == "linear":
-            return LinearRope(float(self._need("rope.scaling.factor")))
+            return raw | {"factor": self._need("rope.scaling.factor")}
         if kind == "yarn":
-            positions = int(self._need("context_length"))
-            raw: JsonObject = {
-                "factor": None,
-                "max_position_embeddings": positions,
-                "original_max_position_embeddings": positions,
-            }
+            raw |= {"factor": None, "original_max_position_embeddings": length}
             for name, key in YARN:
-                value = self.stated(f"rope.scaling.{key}")
-                if value is not None:
-                    raw[name] = value if isinstance(value, float) else int(value)
-            return YarnRope.read(raw)
+                if (value := self.stated(f"rope.scaling.{key}")) is not None:
+                    raw[name] = value
+            return raw
         raise UserError(
             f"rope scaling {kind!r} is not supported; supported: linear, llama3, yarn, longrope"
         )

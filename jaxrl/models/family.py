@@ -144,9 +144,9 @@ class Family:
     in this order."""
     gguf: str | None = None
     """`general.architecture` of its GGUF files; None where there are none that are read."""
-    from_gguf: Callable[[DecoderLike, GgufFacts], JsonObject] = lambda *_: {}
-    """Fields of a `config.json` that its GGUF files leave out or have in places of their own, of a
-    `DecoderConfig` and the file. Raises UserError for what is not supported."""
+    from_gguf: Callable[[Raw, GgufFacts], JsonObject] = lambda *_: {}
+    """Fields of a `config.json` that its GGUF files leave out or have in places of their own, of
+    the other fields and the file. Raises UserError for what is not supported."""
     gguf_interleaved: bool = False
     """Whether these files interleave the two halves of each head of q and k that rotate
     together."""

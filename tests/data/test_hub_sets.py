@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 from hub_data import add_data, gsm8k_rows, jsonl, math_rows, parquet
@@ -146,20 +146,23 @@ def test_a_header_that_cannot_be_read_describes_nothing(hub: Hub, header: str) -
         ("a/**", "a/.jsonl a/b.jsonl a/c/b.jsonl"),
         ("./?.jsonl", "b.jsonl"),
         ("a?b.jsonl", ""),
+        ("[bc].jsonl", "b.jsonl"),
+        ("**/c/**", "a/c/b.jsonl"),
         ("a/*/b.*", "a/c/b.jsonl"),
         ("*", "b.jsonl"),
-        ("***l", "b.jsonl a/.jsonl a/b.jsonl a/c/b.jsonl"),
     ],
 )
 def test_the_files_that_a_pattern_names(pattern: str, fits: str) -> None:
     paths = ["b.jsonl", "a/.jsonl", "a/b.jsonl", "a/c/b.jsonl"]
-    assert [path for path in paths if sources._fits(path, "", pattern)] == fits.split()
+    assert [
+        path for path in paths if sources._fits(path, str(PurePosixPath(pattern)))
+    ] == fits.split()
 
 
 def test_many_stars_take_no_time() -> None:
     began = time.monotonic()
     for star in ("*", "**", "**/"):
-        assert not sources._fits("a/" * 60 + "a" * 100, "", f"{star}a" * 12 + "b")
+        assert not sources._fits("a/" * 60 + "a" * 100, f"{star}a" * 12 + "b")
     assert time.monotonic() - began < 5
 
 

@@ -296,6 +296,7 @@ def test_what_is_wrong_with_a_state_is_named(tmp_path: Path) -> None:
         ("attention.head_count", 4),
     ):
         out.writer.add_uint32(f"qwen35.{key}", value)
+    out.writer.add_layer_norm_rms_eps(1e-2)
     out.writer.add_head_count_kv([0, 2, 0, 4])
     out.add("token_embd.weight", np.zeros((64, 32), np.float32))
     with pytest.raises(UserError, match=r"head_count_kv=\[0, 2, 0, 4\] is not supported"):

@@ -228,16 +228,16 @@ def test_arrays_are_what_the_library_reads(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("llama.block_count", 10**7, "layers; at most"),
-        ("llama.block_count", 0, "n_layers=0 must be at least 1"),
-        ("llama.attention.head_count", 0, "n_heads=0 must be at least 1"),
-        ("llama.embedding_length", "x", "cannot be understood"),
-        ("llama.context_length", [1, 2], "cannot be understood"),
+        ("llama.block_count", 10**7, "num_hidden_layers=10000000 must .* at most"),
+        ("llama.block_count", 0, "num_hidden_layers=0 must .* at least 1"),
+        ("llama.attention.head_count", 0, "num_attention_heads=0 must .* at least 1"),
+        ("llama.embedding_length", "x", "as a config.json.*hidden_size='x' must"),
+        ("llama.context_length", [1, 2], "max_position_embeddings=.* must"),
         ("llama.attention.head_count_kv", "x", "cannot be understood"),
         ("llama.feed_forward_length", 2**31 - 1, "mlp.gate_proj.weight has shape"),
-        ("llama.rope.freq_base", "x", "cannot be understood"),
+        ("llama.rope.freq_base", "x", "rope_theta='x' must"),
         ("tokenizer.ggml.eos_token_id", 10**6, "eos_token_id=1000000 is no token"),
-        ("tokenizer.ggml.eos_token_id", "x", "cannot be understood"),
+        ("tokenizer.ggml.eos_token_id", "x", "eos_token_id=.* is not a token id"),
     ],
 )
 def test_metadata_that_cannot_be_are_named(

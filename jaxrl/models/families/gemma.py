@@ -91,13 +91,12 @@ def write(config: DecoderLike) -> JsonObject:
     }
 
 
-def from_gguf(config: DecoderLike, file: GgufFacts) -> JsonObject:
+def from_gguf(raw: Raw, file: GgufFacts) -> JsonObject:
     """Returns `query_pre_attn_scalar` as llama.cpp has it: by the heads' own width in the largest
     model, which has 62 layers."""
-    of_width = config.n_layers == 62
-    return {
-        "query_pre_attn_scalar": config.d_model // config.n_heads if of_width else config.head_dim
-    }
+    largest, of_width = raw["num_hidden_layers"] == 62, size(raw, "hidden_size")
+    of_width //= size(raw, "num_attention_heads")
+    return {"query_pre_attn_scalar": of_width if largest else raw["head_dim"]}
 
 
 GEMMA3 = Family(
@@ -258,11 +257,11 @@ def _written(config: DecoderLike) -> JsonObject:
     }
 
 
-def from_gguf_gemma4(config: DecoderLike, file: GgufFacts) -> JsonObject:
+def from_gguf_gemma4(raw: Raw, file: GgufFacts) -> JsonObject:
     """Reads the metadata as llama.cpp's converter writes it: the keys with `_swa` are for the
     layers with a window, the others for those without. Layers that borrow keys and values may still
     have tensors for them."""
-    pattern, n = file.stated("attention.sliding_window_pattern"), config.n_layers
+    pattern, n = file.stated("attention.sliding_window_pattern"), raw["num_hidden_layers"]
     if not isinstance(pattern, list) or len(pattern) != n or all(pattern):
         raise UserError(
             f"attention.sliding_window_pattern={pattern!r} is not supported: it must say of each of"
@@ -270,7 +269,8 @@ def from_gguf_gemma4(config: DecoderLike, file: GgufFacts) -> JsonObject:
         )
     keys = ("attention.key_length", "attention.key_length_swa", "rope.freq_base_swa")
     missing = [key for key in keys if file.stated(key) is None]
-    if missing or not isinstance(config.rope_scaling, ProportionalRope):
+    scaling = raw["rope_scaling"]
+    if missing or scaling is None or scaling["rope_type"] != ProportionalRope.rope_type:
         raise UserError(f"a Gemma 4 needs {', '.join(missing) or 'the tensor rope_freqs.weight'}")
     dims = {end: file.stated(f"attention.key_length{end}") for end in ("", "_swa")}
     for end, dim in dims.items():
@@ -287,19 +287,19 @@ def from_gguf_gemma4(config: DecoderLike, file: GgufFacts) -> JsonObject:
         )
     full, heads = pattern.index(False), file.stated("attention.head_count_kv")
     widths, experts = file.stated("feed_forward_length"), file.stated("expert_count")
-    ropes = {FULL: config.rope_theta, SLIDING: file.stated("rope.freq_base_swa")}
+    windowed = {"rope_theta": file.stated("rope.freq_base_swa")}
     return {
         "global_head_dim": int(dims[""]),
-        "num_key_value_heads": config.n_kv_heads,
         "num_global_key_value_heads": heads[full] if isinstance(heads, list) else None,
         "attention_k_eq_v": file.shape(f"model.layers.{full}.self_attn.v_proj.weight") is None,
         "num_kv_shared_layers": file.stated("attention.shared_kv_layers"),
-        "use_double_wide_mlp": isinstance(widths, list) and widths[-1] != config.d_ff,
+        "use_double_wide_mlp": isinstance(widths, list) and widths[-1] != raw["intermediate_size"],
         "hidden_size_per_layer_input": given(file.stated("embedding_length_per_layer_input"), 0),
-        "vocab_size_per_layer_input": config.vocab_size,
+        "vocab_size_per_layer_input": raw["vocab_size"],
         "enable_moe_block": bool(experts),
         "top_k_experts": file.stated("expert_used_count"),
-        "rope_parameters": {kind: {"rope_theta": theta} for kind, theta in ropes.items()},
+        "rope_parameters": {FULL: {**scaling, "rope_theta": raw["rope_theta"]}, SLIDING: windowed},
+        "rope_scaling": None,
     }
 
 
