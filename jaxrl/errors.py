@@ -29,6 +29,14 @@ class UserError(ValueError):
     """Bad input: a key, a value, a path or an option that the user can change."""
 
 
+class Refused(ValueError):
+    """A request that is not answered, with the HTTP status that says why."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
 class NotFinite(RunError, UserError):
     """A model's output holds NaN or infinity; the text says where they begin. The exit code is that
     of a run that cannot continue, though the model is the user's."""

@@ -79,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
     """Serves until it is told to stop."""
     options = read_options(argv)
     try:
-        from jaxrl.teacher.server import LOOPBACK, Limits, TeacherServer, server_tls
+        from jaxrl.process.http_server import LOOPBACK, Limits, server_tls
+        from jaxrl.teacher.server import MB, ScoringService, TeacherServer
     except ImportError as error:
         install = f"a server needs the package {error.name}: pip install 'jaxrl[serve]'"
         raise UserError(install) from error
@@ -90,7 +91,6 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.sharding.axes import Axes
     from jaxrl.sharding.mesh import ensure_devices, role_mesh
     from jaxrl.teacher.protocol import find_token
-    from jaxrl.teacher.server import MB, ScoringService
 
     certificate = options.certificate
     with ExitStack() as stack:
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
             options.host,
             options.port,
             token=find_token(options.token_file),
-            limits=Limits(threads=options.threads),
+            limits=Limits(threads=options.threads, body_bytes=8 * options.max_request_mb * MB),
             log=_log,
             log_requests=options.log_requests,
             tls=None if certificate is None else server_tls(certificate, options.private_key),

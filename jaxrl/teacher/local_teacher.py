@@ -371,7 +371,7 @@ def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
     """Returns the jitted (parameters, sequences, the student's top-k ids or None) -> the teacher's
     signal, and `broken_rows` of it, of the first `live` rows. Of a teacher with another tokenizer
     further: the alignment of its sequences; the outcomes of the student's and of its own tokens
-    (`losses.token_spans`).
+    (`losses.token_spans`). A temperature takes the place of the projection's.
     """
 
     def score_rows(
@@ -381,8 +381,10 @@ def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
         alignment: TokenAlignment | None = None,
         outcomes: Outcomes | None = None,
         live: int | None = None,
+        temperature: Array | None = None,
     ) -> tuple[TeacherSignal, Array]:
-        signal = score(projection, model, params, sequences, ids, alignment, outcomes)
+        at = projection if temperature is None else replace(projection, temperature=temperature)
+        signal = score(at, model, params, sequences, ids, alignment, outcomes)
         return jax.tree.map(lambda x: x[:live], (signal, broken_rows(signal)))
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))

@@ -23,7 +23,7 @@ from jaxrl.algorithms.signals import signal_tensors
 from jaxrl.config.section import DType, PositiveNumber
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.errors import UserError, shown
+from jaxrl.errors import Refused, UserError, shown
 from jaxrl.formats.hf import STORED, safetensors_header
 from jaxrl.types import Sequences, TeacherSignal
 
@@ -71,14 +71,6 @@ def find_token(path: str | None = None) -> str | None:
         name = TOKEN if path is None else f"--token-file {path}"
         raise UserError(f"{name} may have printable ASCII characters only, and no blank")
     return token or None
-
-
-class Refused(ValueError):
-    """A request that is not answered, with the HTTP status that says why."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 class ProtocolMessage(BaseModel):

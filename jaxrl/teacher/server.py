@@ -1,199 +1,79 @@
-"""The HTTP server of teachers that serve several runs, on starlette and uvicorn.
-`ScoringService` does the computation, on devices that it may share with other teachers.
+"""The HTTP server of teachers that serve several runs, and `ScoringService`, which computes on
+devices that it may share with other teachers.
 
-The story of a request: its connection is accepted, and takes the place of an older, incomplete one
-if there are too many (`_accept`); header and body arrive, each within its deadline and size
-(`_answer`, `_body`); the body is checked before it waits for the devices, so that an invalid or
-slow request delays no other; its programs are compiled (`_compiled`); in its turn it is computed
-and its answer sent (`_tensors`). Every connection carries one request.
-
-All this runs in the event loop of one thread, to which all state belongs. Computation and
-compilation have threads of their own.
+The story of a request: its body arrives and is checked before it waits for the devices, so that an
+invalid or slow request delays no other; its programs are compiled (`_compiled`); in its turn it is
+computed and its answer sent (`_tensors`). Computation and compilation have threads of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
-import socket
-import ssl
 import threading
 import time
-import traceback
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
-from weakref import WeakValueDictionary
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import uvicorn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.stages import Compiled
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.server import ServerState
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxrl.algorithms.signals import Projection, score
+from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.section import DType
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.errors import NotFinite, UserError
-from jaxrl.formats.finite import broken_rows, check_finite, not_finite
+from jaxrl.errors import Refused, UserError
+from jaxrl.formats.finite import check_finite, not_finite
 from jaxrl.models import parameters
 from jaxrl.models.batching import bucket
 from jaxrl.models.packing import room_of, row_devices
-from jaxrl.models.parameters import Params
+from jaxrl.process.http_server import LOOPBACK, Handler, HttpServer, while_connected
 from jaxrl.process.json_types import JsonObject, Keywords
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import checksums
 from jaxrl.teacher import protocol
-from jaxrl.teacher.protocol import FINGERPRINT, HEAD, TOKEN, Info, Options, Refused
-from jaxrl.types import Array, Sequences, TeacherSignal, Tree
+from jaxrl.teacher.local_teacher import score_program
+from jaxrl.teacher.protocol import FINGERPRINT, HEAD, TOKEN, Info, Options
+from jaxrl.types import Array, Tree
 
 MB = 10**6
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-MOST_CONNECTIONS, MOST_OF_ONE = 256, 64
-"""Connections open at once, in total and per address. If all of these have sent a whole request, a
-further connection is closed without an answer."""
-MOST_BODIES, BODIES_OF_ONE = 8, 4
-"""Bytes of request bodies in memory, in total and per address, as multiples of the maximum size of
-a request."""
 PIECE = 1 << 20
-"""Bytes of an answer written between two checks of the deadline."""
-LINGER_S = 1.0
-"""How long the rest of a refused body is read: a connection closed with unread bytes loses its
-answer."""
-STOPPING = "this teacher is being stopped"
+"""Bytes of an answer that a client must take in `Limits.idle_s`."""
 MOST_CHUNK = 4096
 """Tokens whose logits exist at once, at most, whatever a client asks for."""
-MOST_PROGRAMS, PROGRAMS_OF_ONE = 64, 16
-"""Compiled programs kept, in total and of those that requests of one address were compiled for; the
-least recently used goes first."""
+MOST_PROGRAMS = 64
+"""Compiled programs kept; the least recently used goes first."""
 Wanted = Callable[[], bool]
 """Says whether a client still waits for its answer."""
 Answer = Callable[[Wanted], Mapping[str, np.ndarray]]
 """Computes the tensors of an answer on the thread of the devices, or raises
 ClientDisconnect because it is no longer wanted."""
-Handler = Callable[[Request], Awaitable[ASGIApp]]
 ProgramKey = tuple[Options, str]
 """The options that a program depends on, and the shapes of its inputs."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits on time and concurrency of requests."""
+class TeacherServer(HttpServer):
+    """A server of one teacher or several. Other hosts need a token."""
 
-    threads: int = 8
-    """Requests that are computed or answered at once; further ones wait in the queue."""
-    header_s: float = 10.0
-    """Longest time from the connection to the end of the request's header."""
-    idle_s: float = 10.0
-    """Longest wait for the next bytes of a body, or for the client to take the next bytes of an
-    answer."""
-    body_s: float = 120.0
-    """Longest time for a whole body to arrive."""
-    answer_s: float = 120.0
-    """Longest time for the client to take a whole answer."""
-    wait_s: float = 60.0
-    """Longest time in the queue. After that the answer is status 503, and the client retries."""
-
-
-@dataclass(eq=False)
-class Connection:
-    """A client's connection and its only request."""
-
-    wire: socket.socket
-    host: str
-    stage: Literal["arriving", "waiting", "in hand", "over"] = "arriving"
-    """Of the request. While it arrives, the connection may be closed to make room."""
-    held: int = 0
-    """Bytes of the body in memory."""
-    status: int = 0
-    """Of the answer; 0: it has not begun."""
-    late: asyncio.TimerHandle | None = None
-    """Hangs up if the header does not come in time."""
-    opening: asyncio.Future[Any] | None = None
-
-    def hang_up(self) -> None:
-        with suppress(OSError):  # closed already
-            self.wire.shutdown(socket.SHUT_RDWR)  # its owner then reads the end of the stream
-
-
-class TeacherServer:
-    """A server on one address."""
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        token: str | None,
-        limits: Limits,
-        log: Callable[[str], None],
-        log_requests: bool = False,
-        tls: ssl.SSLContext | None = None,
-    ):
-        """Binds the address, at any free port for 0; `start` begins to accept connections.
-
-        Args:
-            token: the secret that clients must send; required if other hosts can connect.
-            log: receives the tracebacks of requests that failed inside.
-
-        Raises:
-            UserError: the address cannot be bound, or needs a token.
-        """
+    def __init__(self, host: str, port: int, *, token: str | None, **options: Any):
+        """Takes and raises what `HttpServer` does; UserError for a token that is missing."""
         if host not in LOOPBACK and not token:
             raise UserError(
                 f"--host {host} lets other hosts connect: set {TOKEN} to a secret that the runs"
                 " also have, or leave --host at localhost"
             )
-        self.limits, self.token, self.log, self._log_requests = limits, token, log, log_requests
-        self.counts = Counter(served=0, refused=0, failed=0)
-        """Number of requests so far, by outcome."""
-        self._turns = asyncio.Semaphore(limits.threads)
-        self._draining, self._closing = False, False
+        super().__init__(host, port, token=token, **options)
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="teacher-compiler")
-        self._compiling = WeakValueDictionary[str, asyncio.Lock]()
-        """Address -> held while a program is compiled for it."""
-        self._open: list[Connection] = []
-        """The oldest first."""
-        self._tls = tls
-        own: dict[str, Handler] = {
-            "GET /v1/info": self._info,
-            "GET /v1/head": self._tensors,
-            "POST /v1/score": self._tensors,
-        }
-        self._handlers = {"GET /health": self._health, "GET /v1/models": self._models} | own
-        named = {route.replace("/", "/{teacher}/", 1): handler for route, handler in own.items()}
-        routes = [
-            Route(route.partition(" ")[2], handler, methods=[route.partition(" ")[0]])
-            for route, handler in (self._handlers | named).items()
-        ]
-        self._routes = Router(routes, redirect_slashes=False)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._accept()), daemon=True)
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.setblocking(False)
-        try:
-            self._socket.bind((host, port))
-        except (OSError, OverflowError) as error:
-            self._socket.close()
-            raise UserError(f"--host {host} --port {port}: {error}") from error
-        host, port = self._socket.getsockname()[:2]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.url = f"{'https' if tls else 'http'}://{self.address}"
 
     def start(self, services: Mapping[str, ScoringService]) -> None:
         """Begins to accept connections.
@@ -202,152 +82,34 @@ class TeacherServer:
             services: by the names that stand before their routes; "": without one.
         """
         self.services, self._began = services, time.monotonic()
-        self._most_bytes = max(service.info.max_request_bytes for service in services.values())
-        self._socket.listen(128)
-        self._thread.start()
-
-    def drain(self, seconds: float) -> bool:
-        """Accepts no more requests, and waits for the current ones for at most `seconds`. Returns
-        whether all were answered."""
-        self._draining, end = True, time.monotonic() + seconds
-        while self.count("in hand") and time.monotonic() < end:
-            time.sleep(0.02)
-        return not self.count("in hand")
-
-    def count(self, stage: str) -> int:
-        """Counts the requests of open connections that are at a stage."""
-        return sum(connection.stage == stage for connection in self._open)
+        own: dict[str, Handler] = {
+            "GET /v1/info": self._info,
+            "GET /v1/head": self._tensors,
+            "POST /v1/score": self._tensors,
+        }
+        named = {route.replace("/", "/{teacher}/", 1): handler for route, handler in own.items()}
+        general: dict[str, Handler] = {"GET /health": self._health, "GET /v1/models": self._models}
+        self.serve(general | own | named, public=("GET /health",))
 
     def close(self) -> None:
-        """Closes all connections."""
-        self._closing = True
-        with suppress(OSError):  # it never listened, or another thread closes it
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for the next connection
-        if self._thread.is_alive():
-            self._thread.join()
-        self._socket.close()
+        super().close()
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
-    # Connections.
-
-    async def _accept(self) -> None:
-        """Accepts connections until the server closes, and hands them to uvicorn's protocol.
-        `uvicorn.Server` has no deadline for a header or a TLS handshake, and makes no room."""
-        self._loop = asyncio.get_running_loop()
-        plain: Keywords = {"proxy_headers": False, "log_config": None, "log_level": "critical"}
-        config = uvicorn.Config(self._answer, interface="asgi3", http="h11", ws="none", **plain)
-        config.load()
-        http_protocol: Callable[..., Any] = config.http_protocol_class
-        state = ServerState()
-        state.default_headers = [(b"server", b"jaxrl"), (b"connection", b"close")]
-        while not self._closing:
-            try:
-                wire, address = await self._loop.sock_accept(self._socket)
-            except OSError:  # no more files may be open, or the server closes
-                await asyncio.sleep(0 if self._closing else 0.1)
-                continue
-            if not self._make_room(address[0]):
-                wire.close()
-                continue
-            connection = Connection(wire, address[0])
-            self._open.append(connection)
-            connection.late = self._loop.call_later(self.limits.header_s, connection.hang_up)
-            make = partial(http_protocol, config, state, {"connection": connection})
-            opening = self._loop.connect_accepted_socket(make, wire, ssl=self._tls)
-            # What fails to open, since it speaks no TLS or too slowly, is closed and needs no word.
-            connection.opening = asyncio.gather(opening, return_exceptions=True)
-        for connection in self._open:
-            connection.hang_up()
-
-    def _make_room(self, host: str) -> bool:
-        """Returns whether one more connection may open; may close an older, incomplete one."""
-        # One that is closed counts as long as its request is in memory.
-        self._open = [one for one in self._open if one.wire.fileno() >= 0 or one.held]
-        of_host = [one for one in self._open if one.host == host]
-        for rivals, most in ((of_host, MOST_OF_ONE), (self._open, MOST_CONNECTIONS)):
-            if len(rivals) >= most:
-                oldest = next((one for one in rivals if one.stage == "arriving"), None)
-                if oldest is None:
-                    return False
-                self._open.remove(oldest)
-                oldest.hang_up()
-        return True
-
-    # Requests.
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request, or says why not."""
-        connection, began = scope["state"]["connection"], time.monotonic()
-        connection.late.cancel()
-
-        async def send_noted(message: Message) -> None:
-            connection.status = connection.status or message["status"]
-            await send(message)
-
-        try:
-            scope["app"] = self  # the router then raises HTTPException
-            await self._routes(scope, receive, send_noted)
-        except Exception as error:  # no request may end the server
-            refused = self._refusal(scope, error)
-            begun, connection.status = connection.status, refused.status
-            if begun:  # the client would take more bytes for the rest of the answer
-                connection.hang_up()
-                return
-            content = {"error": {"status": refused.status, "message": str(refused)}}
-            headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else None
-            response = JSONResponse(content, headers=headers)
-            await send(_start(refused.status, response))
-            await send(_part(bytes(response.body)))
-            if connection.stage == "arriving":  # reads the rest of the request first
-                with suppress(TimeoutError, ClientDisconnect):
-                    async with asyncio.timeout(LINGER_S):
-                        async for _ in Request(scope, receive).stream():
-                            pass
-            await send(_part(b"", last=True))
-        finally:
-            connection.stage, connection.held = "over", 0
-            self._loop.call_later(self.limits.idle_s, connection.hang_up)  # the end is not taken
-            status, host = connection.status or 503, connection.host  # cut off: the server closes
-            self.counts["served" if status < 400 else "refused" if status < 500 else "failed"] += 1
-            if self._log_requests:  # without headers, which hold the token
-                question = f"{scope['method']} {scope['path'][:100]!r}"
-                self.log(f"{host} {question} {status} {time.monotonic() - began:.2f} s")
-
-    def _refusal(self, scope: Scope, error: Exception) -> Refused:
-        """Converts what a request raised into a status and a message; logs what is a bug."""
-        path, method = scope["path"][:100], scope["method"]
-        match error:
-            case Refused():
-                return error
-            case HTTPException():  # of the router
-                text = f"{method} {path!r}: {error.detail}; there are {', '.join(self._handlers)}"
-                return Refused(error.status_code, text)
-            case TimeoutError():
-                return Refused(408, "the request, or the reading of its answer, took too long")
-            case ClientDisconnect():
-                return Refused(499, "the client is gone")
-            case NotFinite():
-                self.log(f"{method} {path!r}: {error}")
-                return Refused(500, str(error))
-        self.log("".join(traceback.format_exception(error)).rstrip())
-        return Refused(500, f"{type(error).__name__}: {error}"[:600])
-
     async def _health(self, request: Request) -> Response:
-        status: JsonObject = {"status": "draining" if self._draining else "ok"}
-        if self._knows_token(request):
+        status: JsonObject = {"status": "draining" if self.draining else "ok"}
+        if self.knows_token(request):
             names = {name: service.info.model for name, service in self.services.items()}
             status |= {
                 **({"model": names[""]} if "" in names else {"teachers": names}),
                 **self.counts,
-                "in_hand": self.count("in hand"),
-                "waiting": self.count("waiting"),
+                "in_hand": self.in_hand,
+                "waiting": self.open - self.in_hand - 1,
                 "seconds_up": round(time.monotonic() - self._began, 1),
             }
         return JSONResponse(status)
 
     async def _models(self, request: Request) -> Response:
         """Lists the teachers, in the form in which completions servers list their models."""
-        self._check_token(request)
         models: list[JsonObject] = []
         for name, service in self.services.items():
             model, longest = service.info.model, service.info.max_tokens
@@ -360,55 +122,27 @@ class TeacherServer:
 
     async def _tensors(self, request: Request) -> ASGIApp:
         """Answers with the scores that a POST asks for, or with the head."""
-        service, connection = self._teacher(request), request.state.connection
+        service = self._teacher(request)
         asked: protocol.Request | None = None
         if request.method == "POST":
-            body = await self._body(request, service.info.max_request_bytes)
-            connection.stage = "waiting"
+            body = await self.read_body(request, service.info.max_request_bytes)
             asked = await asyncio.to_thread(protocol.read_request, body, service.info)
         elif FINGERPRINT in request.query_params:
             protocol.check_meant(request.query_params[FINGERPRINT], service.info)
+        loop = asyncio.get_running_loop()
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            connection.stage = "waiting"
-            async with _while_connected(receive) as wanted:
-                if asked is None:
-                    compute: Answer = service.head
-                else:
-                    compute = await self._compiled(service, asked, connection.host)
-                try:  # in order of arrival
-                    async with asyncio.timeout(self.limits.wait_s):
-                        await self._turns.acquire()
-                except TimeoutError:
-                    text = f"busy: {self.count('in hand')} requests in hand"
-                    raise Refused(503, text) from None
-                connection.stage = "in hand"
-                try:
-                    if self._draining:
-                        raise Refused(503, STOPPING)
-                    tensors = await self._loop.run_in_executor(service.turns, compute, wanted)
-                    await self._send_tensors(tensors, send)
-                finally:
-                    self._turns.release()
+            async with while_connected(request):
+                compute = service.head if asked is None else await self._compiled(service, asked)
+            async with self.turn():  # until the answer has gone: it may be large
+                async with while_connected(request) as wanted:
+                    tensors = await loop.run_in_executor(service.turns, compute, wanted)
+                await _stream(tensors)(scope, receive, send)
 
         return answer
 
-    def _knows_token(self, request: Request) -> bool:
-        """Returns whether the client sent the token, or none is needed."""
-        if self.token is None:
-            return True
-        sent = request.headers.get("Authorization", "").encode("latin-1", "replace")
-        return hmac.compare_digest(sent, f"Bearer {self.token}".encode())
-
-    def _check_token(self, request: Request) -> None:
-        if not self._knows_token(request):
-            raise Refused(401, "the token is missing or wrong: Authorization: Bearer TOKEN")
-
     def _teacher(self, request: Request) -> ScoringService:
         """Returns the teacher that the path names."""
-        self._check_token(request)
-        if self._draining:
-            raise Refused(503, STOPPING)
         name = request.path_params.get("teacher", "")
         if name not in self.services:
             first = next(iter(self.services))
@@ -417,98 +151,26 @@ class TeacherServer:
             raise Refused(404, f"here {'are ' + names if first else 'is ' + alone}")
         return self.services[name]
 
-    async def _body(self, request: Request, most: int) -> bytes:
-        length = request.headers.get("Content-Length")
-        if "Transfer-Encoding" in request.headers or length is None:
-            raise Refused(411, "Content-Length is needed; chunked bodies are not read")
-        if int(length) > most:  # h11 has checked that it is a number
-            raise Refused(413, f"a body of {int(length):,} bytes: at most {most:,} are taken")
-        body, connection, now = bytearray(), request.state.connection, self._loop.time
-        end = now() + self.limits.body_s
-        async with asyncio.timeout(self.limits.idle_s) as deadline:
-            async for piece in request.stream():
-                of_host = [one for one in self._open if one.host == connection.host]
-                for rivals, most in ((of_host, BODIES_OF_ONE), (self._open, MOST_BODIES)):
-                    held = sum(one.held for one in rivals)
-                    if held + len(piece) > most * self._most_bytes:
-                        raise Refused(503, f"busy: {held:,} bytes of requests in memory")
-                connection.held += len(piece)
-                body += piece
-                deadline.reschedule(min(now() + self.limits.idle_s, end))
-        return bytes(body)
-
-    async def _compiled(
-        self, service: ScoringService, asked: protocol.Request, host: str
-    ) -> Answer:
-        """Has the programs of a request compiled, which may take minutes, without holding a turn:
-        on one thread, and for one request of an address at a time."""
+    async def _compiled(self, service: ScoringService, asked: protocol.Request) -> Answer:
+        """Has the programs of a request compiled, which may take minutes, without holding a
+        turn."""
         answer = await asyncio.to_thread(service.ready, asked)
         if answer is not None:
             return answer
-        lock = self._compiling.setdefault(host, asyncio.Lock())
-        await lock.acquire()
-
-        async def compiled() -> Answer:
-            try:
-                compiler = self._compiler
-                return await self._loop.run_in_executor(compiler, service.compile, asked, host)
-            finally:
-                lock.release()
-
-        return await asyncio.shield(compiled())  # holds the lock to its end, though the client left
-
-    async def _send_tensors(self, tensors: Mapping[str, np.ndarray], send: Send) -> None:
-        pieces, now = protocol.frame(tensors), self._loop.time
-        headers = {"Content-Length": str(sum(map(len, pieces)))}
-        end = now() + self.limits.answer_s
-        async with asyncio.timeout(self.limits.idle_s) as deadline:
-            await send(_start(200, Response(headers=headers, media_type=protocol.SAFETENSORS)))
-            for piece in pieces:
-                for at in range(0, len(piece), PIECE):
-                    await send(_part(bytes(piece[at : at + PIECE])))
-                    deadline.reschedule(min(now() + self.limits.idle_s, end))
-            await send(_part(b""))  # waits until most of the piece before has gone
-        await send(_part(b"", last=True))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compiler, service.compile, asked)
 
 
-@asynccontextmanager
-async def _while_connected(receive: Receive) -> AsyncIterator[Wanted]:
-    """Cancels the block when the client disconnects, and raises ClientDisconnect. The block gets
-    a function that says, in any thread, whether the client is still there."""
+def _stream(tensors: Mapping[str, np.ndarray]) -> Response:
+    frames = protocol.frame(tensors)
 
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        raise ClientDisconnect
+    async def pieces() -> AsyncIterator[bytes]:
+        for frame in frames:
+            for at in range(0, len(frame), PIECE):
+                yield bytes(frame[at : at + PIECE])
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(watch())
-            yield lambda: not watching.done()
-            watching.cancel()
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-
-
-def _start(status: int, response: Response) -> Message:
-    return {"type": "http.response.start", "status": status, "headers": response.raw_headers}
-
-
-def _part(body: bytes, last: bool = False) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": not last}
-
-
-def server_tls(certificate: str, private_key: str | None) -> ssl.SSLContext:
-    """Reads the PEM files of a certificate and its key (None: it is in the same file). Raises
-    UserError if they cannot be read, or do not belong together."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(certificate, private_key, password="")  # else it may ask for one
-    except (OSError, ValueError) as error:
-        key = f" --private-key {private_key}" if private_key else ""
-        why = f"no certificate with its private key: {error}"
-        raise UserError(f"--certificate {certificate}{key}: {why}") from error
-    return context
+    headers = {"Content-Length": str(sum(map(len, frames)))}
+    return StreamingResponse(pieces(), headers=headers, media_type=protocol.SAFETENSORS)
 
 
 class ScoringService:
@@ -561,8 +223,8 @@ class ScoringService:
         self._stage, self._max_batch_tokens = f"{source.name} {id(self)}", max_batch_tokens
         self._rows = NamedSharding(mesh, PartitionSpec(ROWS))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._programs: dict[ProgramKey, tuple[str, Compiled]] = {}
-        """With the address of the client that each was compiled for; the last used is last."""
+        self._programs: dict[ProgramKey, Compiled] = {}
+        """The last used is last."""
         self._lock = threading.Lock()
         weights = self.turns.submit(self._load, source, jnp.dtype(dtype), offload).result()
         self._abstract = jax.tree.map(_abstract, self.params)
@@ -609,30 +271,22 @@ class ScoringService:
         keys = [key for key, _, _ in self._slices(request)]
         with self._lock:
             there = all(key in self._programs for key in keys)
-        return self.compile(request, "") if there else None
+        return self.compile(request) if there else None
 
-    def compile(self, request: protocol.Request, address: str) -> Answer:
+    def compile(self, request: protocol.Request) -> Answer:
         """Compiles the programs of a request that are not there yet. Called from one thread only,
-        it compiles no program twice.
-
-        Args:
-            address: of the client, whose programs may not take the place of all others.
-        """
+        it compiles no program twice."""
         work = []
         for key, inputs, n in self._slices(request):
             with self._lock:
-                if known := self._programs.pop(key, None):
-                    self._programs[key] = known  # the last used is last
-            if known is None:
-                known = address, self._compile(key[0], inputs)
-                with self._lock:
-                    self._programs[key] = known
-                    mine = [k for k, (client, _) in self._programs.items() if client == address]
-                    if len(mine) > PROGRAMS_OF_ONE:
-                        del self._programs[mine[0]]
-                    elif len(self._programs) > MOST_PROGRAMS:
-                        del self._programs[next(iter(self._programs))]
-            work.append((known[1], inputs, n))
+                program = self._programs.get(key)
+            program = program or self._compile(key[0], inputs)
+            with self._lock:
+                self._programs.pop(key, None)
+                self._programs[key] = program  # the last used is last
+                while len(self._programs) > MOST_PROGRAMS:
+                    del self._programs[next(iter(self._programs))]
+            work.append((program, inputs, n))
         temperature = np.float32(request.options.distill_temperature)
 
         def answer(wanted: Wanted) -> Mapping[str, np.ndarray]:
@@ -641,9 +295,10 @@ class ScoringService:
             for program, inputs, n in work:
                 if not wanted():
                     raise ClientDisconnect
-                signal = program(self.params, *jax.device_put(inputs, self._rows), scalar)
+                placed = jax.device_put(inputs, self._rows)
+                signal, broken = program(self.params, *placed, temperature=scalar)
                 signals.append({k: np.asarray(x)[:n] for k, x in protocol.present(signal).items()})
-                if (wrong := broken_rows(signals[-1])).any():
+                if (wrong := np.asarray(broken)[:n]).any():
                     row, of = int(np.argmax(wrong)), inputs[0]
                     tokens = of.tokens[row][of.mask[row]]
                     what = "the scores of a request"
@@ -685,17 +340,10 @@ class ScoringService:
 
     def _compile(self, options: Options, inputs: Tree) -> Compiled:
         projection = Projection(options.distill, self.mesh, options.vocab_size)
-
-        def signal(
-            params: Params, sequences: Sequences, ids: Array, temperature: Array
-        ) -> TeacherSignal:
-            at = replace(projection, temperature=temperature)
-            return score(at, self.model, params, sequences, ids)
-
         rows = jax.tree.map(lambda x: _abstract(x, self._rows), inputs)
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._everywhere)
-        program = jax.jit(signal, out_shardings=self._rows)
-        return program.lower(self._abstract, *rows, scalar).compile()
+        program = score_program(self.model, projection)
+        return program.lower(self._abstract, *rows, temperature=scalar).compile()
 
 
 def _abstract(x: Array, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:

@@ -86,7 +86,7 @@ EXTRAS = (
     *("tasks", "torch", "verifiers", "wandb"),
 )
 LATE = (
-    *("teacher.server", "rewards.expressions"),
+    *("process.http_server", "teacher.server", "rewards.expressions"),
     *(f"environments.packages.{name}" for name in ("gymnasium", "mcp", "openenv", "verifiers_v1")),
 )
 """Modules of an extra, which import it at once and are themselves imported late."""

@@ -63,12 +63,7 @@ BOUNDED = {
     ("sampling/engine.py", "sample.reply.result()"): ENDED,
     ("teacher/cache.py", "writing.result()"): "a thread that writes one shard, then ends",
     ("teacher/remote.py", "answer.result()"): ENDED,
-    ("teacher/server.py", "lock.acquire()"): "the compilation that holds it ends",
-    (
-        "teacher/server.py",
-        "self._thread.join()",
-    ): "its loop ends with the socket that it listens to",
-    ("teacher/server.py", "self._turns.acquire()"): "inside asyncio.timeout(limits.wait_s)",
+    ("process/http_server.py", "self._turns.acquire()"): "inside asyncio.timeout(limits.wait_s)",
     (
         "teacher/server.py",
         "self.turns.submit(self._load, source, jnp.dtype(dtype), offload).result()",
@@ -165,7 +160,7 @@ SILENT = {
     ("serve_teacher.py", "main"): "for clients, which is what it is for",
     ("teacher/cache.py", "_start"): "a write of one shard, which is its own work",
     ("teacher/remote.py", "_side_by_side"): CALLER + "`Endpoint.ask`, in its threads",
-    ("teacher/server.py", "drain"): LOOKS,
+    ("process/http_server.py", "drain"): LOOKS,
     ("teacher/server.py", "__init__"): "weights are read, which is its own work",
     ("telemetry/timeline.py", "_run"): LOOKS,
 }

@@ -37,7 +37,6 @@ from jaxrl.teacher.protocol import (
     vocab_hash,
 )
 from jaxrl.teacher.remote import Endpoint, TeacherError
-from jaxrl.teacher.server import Connection, TeacherServer
 from jaxrl.types import Prompt, Rollout
 
 K, C, T = 3, 4, 8
@@ -571,19 +570,6 @@ def test_a_length_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, longe
     monkeypatch.setattr(Endpoint, "_once", lambda *_: (200, models, {}))
     with pytest.raises(UserError, match="an id and a length are expected"):
         meet(config(api="openai"))
-
-
-def test_a_body_counts_until_its_request_has_ended() -> None:
-    """Also where the client has left: else each who leaves would make room for one more."""
-    here, there = socket.socketpair()
-    gone, idle = Connection(here, "h", held=5), Connection(there, "h")
-    for wire in (here, there):
-        wire.close()
-    server = object.__new__(TeacherServer)
-    server._open = [gone, idle]
-    assert server._make_room("h") and server._open == [gone]
-    gone.held = 0
-    assert server._make_room("h") and server._open == []
 
 
 def test_options_that_do_not_go_together_are_told_in_a_line() -> None:
