@@ -12,7 +12,8 @@ from fractions import Fraction
 
 from jaxrl.data.example import Columns, Message
 from jaxrl.environments.environment import Answer, Environment
-from jaxrl.rewards.answers import NUMBER, score_sum
+from jaxrl.rewards.answers import score_sum
+from jaxrl.rewards.rules import pattern
 from jaxrl.rewards.verifiers import after_thoughts
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -51,7 +52,8 @@ class Calculator(Environment):
         turn = after_thoughts(text) or ""
         expression = turn.rstrip("=? ").rsplit("=", 1)[-1]
         number, value = expression.strip(), value_of(expression)
-        if turn.endswith(expression) and NUMBER.fullmatch(number) and value in (number, "?"):
+        is_number = pattern("number").fullmatch(number) and value in (number, "?")
+        if is_number and turn.endswith(expression):
             return Answer(reward=score_sum(turn, str(self.row["answer"])), done=True)
         return Answer(value)
 

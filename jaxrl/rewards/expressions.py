@@ -25,14 +25,14 @@ from jaxrl.rewards.answers import (
     given_expression,
     given_texts,
     literal,
-    plain,
+    plain_text,
     read_number,
     same_literal,
     spelled,
-    tidy,
     unit_of,
     units_agree,
 )
+from jaxrl.rewards.rules import pattern, rewrite
 
 # At every call it would warn that nobody limits its time: a process of ours does.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -50,32 +50,9 @@ _CASES = replace(
     lowercase_symbols=False,
 )
 """R and r are two symbols."""
-_DIVISORS = re.compile(
-    r"\\(?:(?:operatorname|text|mathrm)\s*\{\s*)?(gcd|lcm)(?![A-Za-z])\s*\}?"
-    r"(?=\s*(?:\\left)?(\([-\d,\s]+(?:\\right)?\)|))"
-)
-"""Of numbers, or of anything else: their reader would compute that gcd(a, b) = 1."""
-_GAMMA = re.compile(r"\\Gamma(?![A-Za-z])(?!\s*(?:_|\(|\\left))")
-"""Their reader takes the symbol, but not the function, for Euler's constant."""
-_FUNCTIONS = re.compile(
-    r"(?<![A-Za-z\\])(pi|infty|sin|cos|tan|cot|sec|csc|log|ln|lg|exp|arcsin|arccos|arctan)(?![A-Za-z])"
-)
-_CHARACTERS = {"π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge "}
-_CHARACTERS |= {"≠": r"\ne ", "∪": r"\cup ", "±": r"\pm ", "°": r"^\circ ", "**": "^"}
-_CHARACTERS |= {r"\langle": "(", r"\rangle": ")", r"\mathbb R": r"\mathbb{R}"}
-_CHARACTERS |= {r"\varnothing": r"\emptyset ", r"\lbrace": r"\{", r"\rbrace": r"\}"}
-_UNIT = re.compile(
-    r"(?<=[^\s^_])\s*\\(?:text|mbox|mathrm|textrm|rm)"
-    r"\s*\{\s*(?!\s*(?:or|and|if|when|for)\b)[A-Za-z./ ]+(?:\^[23] *)?\}"
-    r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?\s*\Z"
-)
-_BARE_UNIT = re.compile(
-    r"(?<=[\d}\w)])\s+(?:(?:square|sq|cubic)\s+)?(?:mm|cm|km|ft|feet|inch(?:es)?|units?|meters?|miles?)"
-    r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?\s*\Z"
-)
 
 
-def judge(completion: str, answer: str) -> float | None:
+def judge_expression(completion: str, answer: str) -> float | None:
     """Returns 1 if the completion gives the answer, else 0; None if it is not understood."""
     wanted = literal(answer)
     if wanted is not None:
@@ -281,9 +258,7 @@ def _values(number: Number) -> list[Any]:
 def _parts(text: str) -> tuple[str, list[str]]:
     """Splits a list: returns the brackets around a whole list or tuple (`,` for a list without any,
     "" if it is no list), and what is between the commas that stand in no other brackets."""
-    for old, new in _CHARACTERS.items():
-        text = text.replace(old, new)
-    text = spelled(text).replace("\\{", "⟨").replace("\\}", "⟩")
+    text = spelled(rewrite(text, "characters")).replace("\\{", "⟨").replace("\\}", "⟩")
     parts, depth, closed = [""], 0, len(text)
     outer = text[:1] in ("(", "[", "⟨")
     for i, character in enumerate(text):
@@ -300,27 +275,17 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    r"""Returns an expression without the unit behind it, as in `10\sqrt3\text{ cm}`, and that."""
-    text = tidy(text).replace("$", "").rstrip(" .,;:*`")
-    m = _UNIT.search(text) or _BARE_UNIT.search(text)
-    unit = unit_of(plain(f"1{m[0]}")[1:]) if m else None
+    r"""Splits an expression and the unit behind it, as in `10\sqrt3\text{ cm}`."""
+    text = rewrite(text, "tidy").replace("$", "").rstrip(" .,;:*`")
+    m = pattern("unit in LaTeX").search(text) or pattern("bare unit").search(text)
+    unit = unit_of(plain_text(f"1{m[0]}")[1:]) if m else None
     return (text, "") if m is None or unit is None else (text[: m.start()], unit)
 
 
 def _latex(text: str) -> str:
     """Writes an answer as LaTeX: no delimiters, units and prose; its characters as commands."""
-    text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)
-    for old, new in _CHARACTERS.items():
-        text = text.replace(old, new)
-    text = re.sub(r"\\[dtc]?frac(?=\s*[{\d])", r"\\frac", tidy(text))
-    text = re.sub(r"\\[()]|\\\[|\\\](?!\])", " ", text)
-    text = re.sub(r"\s+", " ", text.replace("$", "")).lstrip(" ,;:*`").rstrip(" .,;:*`")
-    text = _split_unit(text)[0]
-    text = re.sub(r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup ", _FUNCTIONS.sub(r"\\\1 ", text))
-    text = re.sub(r"\\lg(?![A-Za-z])", r"\\log_{10}", text)
-    text = _GAMMA.sub("G_{amma}", text)
-    text = _DIVISORS.sub(lambda m: f"\\{m[1]}" if m[2] else rf"\text{{{m[1]}}}", text)
-    text = re.sub(r"\A[A-Za-z] ?\\in(?![A-Za-z])", "", text)
+    text = rewrite(rewrite(rewrite(text, "characters"), "tidy"), "expression")
+    text = rewrite(_split_unit(text)[0], "latex")
     exact, _, rounded = text.partition(r"\approx")
     text = rounded if rounded and re.fullmatch(r"\s*[A-Za-z]\s*", exact) else exact
     if r"\pm" in text:
@@ -332,14 +297,7 @@ def _latex(text: str) -> str:
 @lru_cache(maxsize=1024)
 def _expression(latex: str) -> Any:
     """Parses LaTeX into a sympy object, or None. Constants may have the imaginary unit."""
-    # It would read 42 from `4 2`, f(x) from `f'(x)`, and `(n!)!` from `n!!`.
-    if (
-        not 0 < len(latex) <= LONGEST_EXPRESSION
-        or "'" in latex
-        or "!!" in latex
-        or re.search(r"\\[lc]?dots(?![A-Za-z])", latex)
-        or re.search(r"(?<![_^\w.])(?<!frac )\d+ \d", latex)
-    ):
+    if not 0 < len(latex) <= LONGEST_EXPRESSION or pattern("unreadable").search(latex):
         return None
     try:
         normal = parser.normalize_latex(latex, _NORMAL)

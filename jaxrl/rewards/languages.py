@@ -105,7 +105,7 @@ def in_english(text: str) -> str:
             if m.lastgroup == "direct":
                 parts.append("is ")
             elif (between := groups.get("between")) is not None:
-                changes = any(f" {row[0]} " in between for row in table()["anywhere"])
+                changes = any(f" {row[0]} " in between for row in word_table()["anywhere"])
                 parts += [between, " " if changes else " is "]
             at = end
         text = re.sub(" {2,}", " ", "".join((*parts, text[at:]))) if parts else text
@@ -115,7 +115,7 @@ def in_english(text: str) -> str:
 
 
 @cache
-def table() -> dict[str, list[tuple[str, str, str]]]:
+def word_table() -> dict[str, list[tuple[str, str, str]]]:
     """Returns the rows of each part of the table: (meaning, words, example)."""
     parts = yaml.safe_load(WORDS.read_text(encoding="utf-8"))
     return {
@@ -125,7 +125,7 @@ def table() -> dict[str, list[tuple[str, str, str]]]:
 
 def words_of(part: str) -> list[str]:
     """Returns the words, or patterns, of all rows of a part of the table."""
-    return [word for row in table()[part] for word in row[1].split("|")]
+    return [word for row in word_table()[part] for word in row[1].split("|")]
 
 
 def _replaced(m: re.Match[str]) -> str:
@@ -165,8 +165,8 @@ def _is_mark(text: str, at: int) -> bool:
 
 @cache
 def _telling_words() -> tuple[frozenset[str], tuple[str, ...]]:
-    """Returns words of which a text has one if it has a phrase of the table, and their stems."""
-    phrases = [p for part in _PLACES for row in table()[part] for p in row[1].lower().split("|")]
+    """Lists words of which a text has one if it has a phrase of the table, and their stems."""
+    phrases = [phrase.lower() for part in _PLACES for phrase in words_of(part)]
     words = {max(_WORD.findall(p)[::-1], key=len, default=p): p for p in phrases}
     stems = (word for word, phrase in words.items() if phrase.endswith("*"))
     return frozenset(words), tuple(stems)
@@ -174,8 +174,8 @@ def _telling_words() -> tuple[frozenset[str], tuple[str, ...]]:
 
 @cache
 def _passes() -> list[tuple[re.Pattern[str], dict[str, str]]]:
-    """Returns what is looked for, in order, each with the meanings of its words."""
-    rows, passes = table(), []
+    """Lists the patterns to look for, in order, each with the meanings of its words."""
+    rows, passes = word_table(), []
     for part, place in _PLACES.items():
         meanings = {
             word.strip("*").lower(): row[0] for row in rows[part] for word in row[1].split("|")

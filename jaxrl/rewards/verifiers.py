@@ -21,18 +21,7 @@ import regex
 from jaxrl.data.tasks import ARITHMETIC, make_dataset
 from jaxrl.data.thoughts import CLOSES, OPENS
 from jaxrl.errors import UserError, short, unknown
-from jaxrl.rewards.answers import (
-    final_answer,
-    given_number,
-    is_whole,
-    last_boxed,
-    last_spelled,
-    marked,
-    read_number,
-    same_answer,
-    score_sum,
-    whole_number,
-)
+from jaxrl.rewards import answers
 from jaxrl.rewards.languages import SOLID, in_ascii, in_english, same_characters
 from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool
 
@@ -78,63 +67,64 @@ def answer_of(prompt: Judged) -> str | None:
 def _with_answer(
     judge: Callable[[str, str], float | None], read: Callable[[str], str] = in_english
 ) -> Verifier:
-    """Returns the verifier that compares a completion, without its thoughts, with its prompt's
-    answer, both as `read` writes them: None where there is none, 0 where the thoughts never
-    ended."""
+    """Makes a verifier of what compares a completion, without its thoughts, with its prompt's
+    answer, both as `read` writes them: None without an answer, 0 where the thoughts never ended."""
 
     @wraps(judge)
-    def judged(completion: str, prompt: Judged) -> float | None:
+    def verify(completion: str, prompt: Judged) -> float | None:
         answer, text = answer_of(prompt), after_thoughts(completion)
         if answer is None:
             return None
         score = judge(read(text or ""), read(answer))
         return 0.0 if score is not None and text is None else score
 
-    return judged
+    return verify
 
 
 @partial(_with_answer, read=same_characters)
-def exact(completion: str, answer: str) -> float:
+def judge_text(completion: str, answer: str) -> float:
     """Returns 1 if completion and answer are the same text, apart from white space at the ends."""
     return float(completion.strip() == answer.strip())
 
 
 @partial(_with_answer, read=in_ascii)
-def contains(completion: str, answer: str) -> float:
+def judge_words(completion: str, answer: str) -> float:
     """Returns 1 if the answer occurs in the completion as whole words, in any case of letters. In a
     script without spaces between words, any part of a text is one."""
     words = regex.escape(answer.strip(), special_only=True)
-    edges = [
-        rf"(?:(?{side}!\w)|(?{side}={SOLID})|(?{other}={SOLID}))"
-        for side, other in (("<", ""), ("", "<"))
-    ]
-    found = regex.finditer(f"{edges[0]}{words}{edges[1]}", completion, regex.IGNORECASE)
-    return float(bool(words) and any(is_whole(completion, *m.span()) for m in found))
+    begins = rf"(?:(?<!\w)|(?<={SOLID})|(?={SOLID}))"
+    ends = rf"(?:(?!\w)|(?={SOLID})|(?<={SOLID}))"
+    places = regex.finditer(f"{begins}{words}{ends}", completion, regex.IGNORECASE)
+    return float(bool(words) and any(answers.stands_alone(completion, *m.span()) for m in places))
 
 
 @_with_answer
-def number(completion: str, answer: str) -> float | None:
+def judge_number(completion: str, answer: str) -> float | None:
     r"""Returns 1 if the completion's number equals the answer: 1,234.50 is 1234.5, 3/4 is 0.75.
 
     It is what the last \boxed{}, `#### ` or <answer></answer> holds, else what `the answer is`
     says, else the last number. None where the answer is not one number.
     """
-    wanted = read_number(final_answer(answer))
-    if wanted is None:
-        return None
-    got = given_number(completion)
-    return float(got is not None and got.same(wanted))
+    wanted = answers.read_number(answers.final_answer(answer))
+    got = wanted and answers.given_number(completion)
+    return None if wanted is None else float(got is not None and got.same(wanted))
 
 
 @_with_answer
-def boxed(completion: str, answer: str) -> float:
+def judge_box(completion: str, answer: str) -> float:
     r"""Returns 1 if the completion's last \boxed{} is the answer, as a number or as a text."""
-    got, wanted = last_boxed(completion), final_answer(answer)
-    return float(got is not None and same_answer(got, wanted))
+    got, wanted = answers.last_boxed(completion), answers.final_answer(answer)
+    return float(got is not None and answers.same_answer(got, wanted))
 
 
 @_with_answer
-def math(completion: str, answer: str) -> float | None:
+def judge_marked(completion: str, answer: str) -> float:
+    """Returns 1 if the final answers of both are the same number or text."""
+    return float(answers.same_answer(*map(answers.final_answer, (completion, answer))))
+
+
+@_with_answer
+def judge_math(completion: str, answer: str) -> float | None:
     """Returns 1 if the completion's expression equals the answer, as computed by math-verify (extra
     `tasks`), or None if the answer is not understood."""
     try:
@@ -143,7 +133,7 @@ def math(completion: str, answer: str) -> float | None:
         raise UserError(
             "verifier math needs the extra `tasks`: pip install 'jaxrl[tasks]'"
         ) from error
-    return expressions.judge(completion, final_answer(answer))
+    return expressions.judge_expression(completion, answers.final_answer(answer))
 
 
 def reasoning_gym(completion: str, prompt: Judged) -> float | None:
@@ -162,10 +152,10 @@ def reasoning_gym(completion: str, prompt: Judged) -> float | None:
     text = after_thoughts(completion)
     if text is None:
         return 0.0
-    candidates = [final_answer(text)]
-    found = last_spelled(text)
-    if found and whole_number(str(entry["answer"])) is not None:
-        candidates.append(found[0].replace(",", ""))
+    candidates = [answers.final_answer(text)]
+    last = answers.last_spelled(text)
+    if last and answers.whole_number(str(entry["answer"])) is not None:
+        candidates.append(last[0].replace(",", ""))
     scores = [0.0]
     for candidate in candidates:
         # Its scorers raise what their parsers raise on text that is no answer: a wrong answer.
@@ -183,24 +173,20 @@ def auto(completion: str, prompt: Judged) -> float | None:
     if task == ARITHMETIC:
         return VERIFIERS["arithmetic"](completion, prompt)
     answer = in_english(answer_of(prompt) or "")
-    if whole_number(final_answer(answer)) is not None:
-        return number(completion, prompt)
-    return (exact if marked(answer) is None else _marked)(completion, prompt)
-
-
-@_with_answer
-def _marked(completion: str, answer: str) -> float:
-    return float(same_answer(final_answer(completion), final_answer(answer)))
+    if answers.whole_number(answers.final_answer(answer)) is not None:
+        return judge_number(completion, prompt)
+    judge = judge_text if answers.marked_answer(answer) is None else judge_marked
+    return judge(completion, prompt)
 
 
 VERIFIERS: dict[str, Verifier] = {
     "auto": auto,
-    "exact": exact,
-    "contains": contains,
-    "number": number,
-    "boxed": boxed,
-    "math": math,
-    "arithmetic": _with_answer(score_sum),
+    "exact": judge_text,
+    "contains": judge_words,
+    "number": judge_number,
+    "boxed": judge_box,
+    "math": judge_math,
+    "arithmetic": _with_answer(answers.score_sum),
     "reasoning_gym": reasoning_gym,
 }
 BUILT_IN = frozenset(VERIFIERS)
@@ -247,14 +233,12 @@ def _checked(name: str, completion: str, prompt: Judged) -> float | None:
 def why_unjudged(prompts: Sequence[Judged]) -> str:
     """Explains why a verifier judges none of some prompts, for a message that has already named
     it."""
-    answers = [answer for prompt in prompts if (answer := answer_of(prompt)) is not None]
-    if not answers:
+    known = [answer for prompt in prompts if (answer := answer_of(prompt)) is not None]
+    if not known:
         return "they have no answer to compare with (data.answer_key names its column)"
-    missing = len(prompts) - len(answers)
+    missing = len(prompts) - len(known)
     none = f"{missing} have no answer, and " if missing else ""
-    return (
-        f"{none}it cannot read answers such as {short(repr(answers[0]))}; choose another verifier"
-    )
+    return f"{none}it cannot read answers such as {short(repr(known[0]))}; choose another verifier"
 
 
 def may_hang(name: str, prompt: Judged) -> bool:

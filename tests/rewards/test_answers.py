@@ -20,7 +20,7 @@ from cases import and_slow
 
 from jaxrl.data.chat_template import THOUGHTS as THOUGHTS_OF_FAMILIES
 from jaxrl.data.example import Example
-from jaxrl.rewards.answers import marked, read_number
+from jaxrl.rewards.answers import marked_answer, read_number
 from jaxrl.rewards.verifiers import VERIFIERS, after_thoughts
 
 Spellings = dict[str, tuple[list[str], list[str]]]
@@ -673,12 +673,12 @@ def test_a_double_factorial_is_no_factorial_of_a_factorial() -> None:
 
 
 def test_the_marks() -> None:
-    assert marked(r"\boxed{1} \boxed{\{2\}}") == r"\{2\}"
-    assert marked(r"$\boxed{1}$, $\boxed{2}$ and $\boxed{3}$") == "1, 2, 3"
-    assert marked("#### Step 1\ntext\n#### 42\nmore") == "42"
-    assert marked("#### Step 1\ntext") is None
-    assert marked(r"\boxed{1} {\boxed{2}} \boxed{3 \boxed{4}") == "4"
-    assert marked(r"\boxed{a\}b} {") == r"a\}b"
+    assert marked_answer(r"\boxed{1} \boxed{\{2\}}") == r"\{2\}"
+    assert marked_answer(r"$\boxed{1}$, $\boxed{2}$ and $\boxed{3}$") == "1, 2, 3"
+    assert marked_answer("#### Step 1\ntext\n#### 42\nmore") == "42"
+    assert marked_answer("#### Step 1\ntext") is None
+    assert marked_answer(r"\boxed{1} {\boxed{2}} \boxed{3 \boxed{4}") == "4"
+    assert marked_answer(r"\boxed{a\}b} {") == r"a\}b"
     assert after_thoughts("a</think> b") == "b"
     assert after_thoughts("<think>a") is None
     for opens, closes in THOUGHTS_OF_FAMILIES.items():

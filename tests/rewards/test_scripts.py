@@ -13,7 +13,7 @@ import pytest
 import regex
 
 from jaxrl.data.example import Example
-from jaxrl.rewards.languages import SOLID, table
+from jaxrl.rewards.languages import SOLID, word_table
 from jaxrl.rewards.verifiers import VERIFIERS
 
 CASES = Path(__file__).parents[1] / "cases" / "answers_in_scripts.jsonl"
@@ -50,10 +50,10 @@ def test_cases(name: str) -> None:
                 assert judge(name, text, "17") == judge(name, text, "8") == 0, text
 
 
-@pytest.mark.parametrize("part", table())
+@pytest.mark.parametrize("part", word_table())
 def test_rows_of_the_table_of_words(part: str) -> None:
     """Each has an example; behind a `!`, 18 is not its answer, and neither is any other number."""
-    for meaning, words, example in table()[part]:
+    for meaning, words, example in word_table()[part]:
         right = not example.startswith("!")
         assert judge("number", example.lstrip("!"), "18") == right, (meaning, words, example)
 
