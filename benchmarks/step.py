@@ -150,6 +150,7 @@ def figures(
 ) -> dict[str, dict[str, Any]]:
     """Each stage and the whole step; the floors are those of the real tokens, mean over steps."""
     config, student = job.config, job.student.config
+    teacher = job.teacher.models["teacher"].config
     itemsize = jnp.dtype(config.rollout.dtype).itemsize
     group, n = config.group_size, config.batch_size * config.group_size
     each: dict[str, list[Any]] = {"rollout": [], "score": [], "update": []}
@@ -159,7 +160,7 @@ def figures(
         lengths = [p + mean for p in prompts for _ in range(group)]
         new = np.full((len(prompts), group), mean)
         each["rollout"].append(common.sampling_work(student, prompts, new, n, itemsize))
-        each["score"].append([forward_work(job.teachers["teacher"].config, lengths, itemsize)])
+        each["score"].append([forward_work(teacher, lengths, itemsize)])
         each["update"].append(update_work(student, job, lengths, round(mean * n), itemsize))
     parts = {stage: mean_work(steps) for stage, steps in each.items()}
     parts["weight_sync"] = [Work(0, 2 * student.n_params * itemsize)]  # read and written
@@ -179,7 +180,7 @@ def figures(
 def update_work(
     student: DecoderConfig, job: Job, lengths: list[float], tokens: int, itemsize: int
 ) -> list[Work]:
-    width = job.teachers["teacher"].config.d_model
+    width = job.teacher.models["teacher"].config.d_model
     return common.train_work(student, width, job.vocab_size, lengths, tokens, itemsize)
 
 

@@ -106,7 +106,8 @@ def make_batch(
         max_prompt_tokens=arguments.prompt,
         max_new_tokens=new,
     )
-    hidden = rng.standard_normal((rows, new, job.teachers["teacher"].config.d_model), np.float32)
+    width = job.teacher.models["teacher"].config.d_model
+    hidden = rng.standard_normal((rows, new, width), np.float32)
     return rollout, HiddenSignal(hidden=jnp.asarray(hidden, arguments.dtype))
 
 
@@ -143,7 +144,7 @@ def parts(
 
     backward = jax.jit(jax.grad(blocks))
     both = jax.jit(jax.value_and_grad(divergence, argnums=(0, 1)))
-    teacher_head = job.teachers["teacher"].load_head(mesh, dtype)
+    teacher_head = job.teacher.models["teacher"].load_head(mesh, dtype)
     return {
         "forward": lambda: forward(params, packing),
         "blocks": lambda: backward(params),
@@ -153,7 +154,7 @@ def parts(
 
 def counted(arguments: argparse.Namespace, job: Job) -> dict[str, list[Work]]:
     c, itemsize = job.student.config, jnp.dtype(arguments.dtype).itemsize
-    width = job.teachers["teacher"].config.d_model
+    width = job.teacher.models["teacher"].config.d_model
 
     def update(completions: list[int]) -> list[Work]:
         lengths = [arguments.prompt + n for n in completions]

@@ -87,7 +87,6 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.checkpoint.model_source import resolve_model
     from jaxrl.models.kernels import try_kernels
     from jaxrl.process.compile_cache import enable_compile_cache
-    from jaxrl.run.job import tokenizer_of
     from jaxrl.sharding.axes import Axes
     from jaxrl.sharding.mesh import ensure_devices, role_mesh
     from jaxrl.teacher.protocol import find_token
@@ -124,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
                 _log(note)
             services[name] = ScoringService(
                 source,
-                tokenizer_of(source),
+                source.tokenizer(),
                 mesh,
                 options.dtype,
                 max_tokens=options.max_tokens,

@@ -23,8 +23,10 @@ from jaxrl.checkpoint.writer import load_arrays
 from jaxrl.config import yaml_text
 from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.config.schema import Config
+from jaxrl.config.section import POLICY
+from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.chat_template import dated, with_end_ids
-from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError, about, user_path
 from jaxrl.formats import hf, hub, peft, weights
 from jaxrl.formats.hub import Unfetched, model_name, open_tensors, package_folder
@@ -86,6 +88,10 @@ class ModelSource:
     def ending_at(self, ids: tuple[int, ...]) -> ModelSource:
         """Returns the same model whose completions end at any of these tokens."""
         return replace(self, config=replace(self.config, eos_ids=ids))
+
+    def tokenizer(self, chat_date: str | None = None) -> Tokenizer:
+        """Returns the transformers tokenizer, or None if the checkpoint has none."""
+        return tokenizer_of(self.tokenizer_path, self.config, chat_date)
 
     @property
     def run_config(self) -> Path | None:
@@ -421,7 +427,7 @@ class Model:
         if path is None:
             return None
         day = None if run is None else chat_date_of(yaml_text.read_mapping(run))
-        return dated(with_end_ids(load_tokenizer(path), self.config.eos_ids), day)
+        return tokenizer_of(path, self.config, day)
 
     def logits(
         self, tokens: Int[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]
@@ -500,3 +506,63 @@ def _logprobs(
     options: Keywords = {"mesh": mesh, "softcap": config.final_softcap}
     values = logprobs_from_hidden(states, head, tokens, temperature=temperature, **options)
     return jnp.where(mask & (before >= 0), values, 0.0)
+
+
+def tokenizer_of(
+    path: Path | None, config: DecoderConfig, chat_date: str | None = None
+) -> Tokenizer:
+    """Returns the transformers tokenizer of a checkpoint; None without a path to one."""
+    if path is None:
+        return None
+    return dated(with_end_ids(tokenizers.load_tokenizer(path), config.eos_ids), chat_date)
+
+
+def completion_ends(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end a completion: those of the model's config and generation config,
+    and its tokenizer's own.
+
+    Raises:
+        UserError: there are none, or the tokenizer's own has no row in the embedding.
+    """
+    ids, rows = tokenizers.end_ids(source.config.eos_ids, tokenizer), source.config.vocab_size
+    if not ids:
+        raise UserError(
+            f"model {source.name!r} names no end-of-sequence token: set eos_token_id in its"
+            " config.json or generation_config.json"
+        )
+    if max(ids) >= rows:
+        tokenizers.check_rows(tokenizer, rows, ids, f"model {source.name!r}: its end of sequence")
+    return ids
+
+
+def longest_sequence(config: Config, teacher: bool = False) -> int:
+    """Computes the number of tokens of the longest sequence of a run and its evaluations; with
+    `teacher`, of those that the teacher reads. A policy that teaches itself reads both."""
+    own = config.max_prompt_tokens + max(config.max_new_tokens, config.eval.max_new_tokens or 0)
+    new = max(config.teacher_new_tokens, config.eval.max_new_tokens or 0)
+    read = config.teacher_prompt_tokens + new
+    if config.teacher.model == POLICY:
+        return max(own, read)
+    return read if teacher else own
+
+
+def check_positions(
+    config: Config, new_tokens: int, decoder: DecoderConfig, model: str, teacher: bool = False
+) -> None:
+    """Raises UserError where the longest sequence exceeds the positions of a model.
+
+    Args:
+        teacher: the model reads the teacher's prompts.
+    """
+    others = teacher and config.teacher.tokenizer == "own"
+    own = others or (teacher and config.teacher.max_prompt_tokens is not None)
+    key = "teacher.max_prompt_tokens" if own else "max_prompt_tokens"
+    new = "teacher.max_new_tokens" if others else "max_new_tokens"
+    prompt = config.teacher_prompt_tokens if teacher else config.max_prompt_tokens
+    width = prompt + new_tokens
+    twice = " (by default they are twice the student's)" if others else ""
+    if width > decoder.max_positions:
+        raise UserError(
+            f"{key}={prompt} and {new}={new_tokens} make"
+            f" {width} positions; {model} has {decoder.max_positions}: lower one of them{twice}"
+        )

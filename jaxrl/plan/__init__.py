@@ -43,7 +43,7 @@ from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import Visible, bytes_limit
 from jaxrl.sharding.placement import Placement, check_visible, place, place_without_devices
 from jaxrl.sharding.targets import TargetMachine
-from jaxrl.teacher.cache import ScoreCache
+from jaxrl.teacher.kinds import kind_of
 
 GPU_SIZES = (8, 12, 16, 24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""
@@ -100,8 +100,8 @@ def make_plan(
     student = replace(student, lora=lora_of(config), quantised=config.quantised)
     teachers = tuple(model_config(model) for model in config.teacher_models.values())
     teacher = max(teachers, key=lambda t: weight_bytes(t, Axes(), "float32"), default=None)
-    if teacher is None and config.teacher.cache is not None:
-        teacher = ScoreCache(config.teacher.cache).config
+    if teacher is None:
+        teacher = kind_of(config).stored_config(config)
     seen = Visible((), None) if visible is None else visible(placement.n_devices)
     if seen.devices:
         placement = check_visible(placement, len(seen.devices))
@@ -128,11 +128,8 @@ def make_plan(
 def services(config: Config) -> dict[str, str]:
     """Maps each role of the run that takes no devices to the reason."""
     found = {}
-    if config.served:
-        places = ", ".join(str(one.address) for one in config.served.values())
-        found["teacher"] = f"it answers at {places}"
-    elif config.teacher.model is None and config.teacher.cache is not None:
-        found["teacher"] = f"its scores are read from {config.teacher.cache}"
+    if why := kind_of(config).without_devices(config):
+        found["teacher"] = why
     if config.learns_from_rewards and config.reward.model is None:
         found["reward"] = "its functions run in separate processes"
     return found

@@ -141,7 +141,7 @@ def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Pl
         raise UserError("\n".join(lines))
     job = replace(job, config=plan.config)
     if fetch_models(plan.config):  # last, because downloads take longest
-        models = job.student, *job.teachers.values()
+        models = job.student, *job.teacher.models.values()
         for source in models:  # their tensors may not fit their configs
             resolve_model(source.name)
         if job.config.learns_from_rewards and job.config.reward.model is not None:
@@ -311,7 +311,7 @@ def _attempt(run: Run) -> None:
             calls.wait,
             job.held_out_prompts,
             partial(decode_text, job.tokenizer),
-            job.stored_samples,
+            job.teacher.stored_samples(job.tokenizer),
             evaluated=("teacher",) if job.evaluates_teacher else (),
         )
         around = profile.around if profile.steps else None
@@ -381,9 +381,8 @@ def _scorer_metrics(job: Job, plan: Plan) -> dict[str, ScorerMetrics]:
     }
     metrics: dict[str, ScorerMetrics] = {}
     if "teacher" in devices:
-        metrics["teacher"] = partial(
-            teacher_metrics, job.config, devices["teacher"], job.tokenizer, job.aligner
-        )
+        given = job.config, devices["teacher"], job.tokenizer, job.teacher.open_aligner()
+        metrics["teacher"] = partial(teacher_metrics, *given)
     if "reference" in devices:
         metrics["reference"] = lambda rollout, parts, _: {
             "reference/padding": scored_padding(rollout, parts, devices["reference"])

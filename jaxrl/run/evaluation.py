@@ -29,7 +29,13 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.model_source import FINAL, ModelSource
+from jaxrl.checkpoint.model_source import (
+    FINAL,
+    ModelSource,
+    check_positions,
+    completion_ends,
+    longest_sequence,
+)
 from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
 from jaxrl.config.builtin_configs import config_file
@@ -46,17 +52,7 @@ from jaxrl.rewards.batch_rewards import episode_rewards
 from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.run_shapes import RunInputs
-from jaxrl.run.job import (
-    check_positions,
-    encoder,
-    end_ids,
-    episodes,
-    held_out_notes,
-    held_out_sets,
-    longest_sequence,
-    token_notes,
-    tokenizer_of,
-)
+from jaxrl.run.job import encoder, episodes, held_out_notes, held_out_sets, token_notes
 from jaxrl.run.python_objects import GivenEnvironment, entries
 from jaxrl.runtime.worker import Phase, enter
 from jaxrl.sampling.engine import EngineStats
@@ -298,8 +294,8 @@ def prepare(
         config_keys.refuse_unknown(Config, base)
     keys, objects = entries(None, eval_data, environment)
     config = _config(source, base, overrides, mesh, keys)
-    tokenizer = tokenizer_of(source, config.data.chat_date)
-    ends = end_ids(source, tokenizer)
+    tokenizer = source.tokenizer(config.data.chat_date)
+    ends = completion_ends(source, tokenizer)
     check_positions(config, config.max_new_tokens, source.config, f"model {source.name!r}")
     source = source.for_length(longest_sequence(config))
     encode = encoder(config, tokenizer, ends, source.config.vocab_size)

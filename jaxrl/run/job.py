@@ -7,7 +7,7 @@ import hashlib
 import math
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,7 @@ from types import MappingProxyType
 
 import cloudpickle
 
-from jaxrl.algorithms.methods import configured_correction, method_of, objective_notes, on_policy
-from jaxrl.algorithms.signals import prompt_weights, row_weights
+from jaxrl.algorithms.methods import configured_correction, method_of, objective_notes
 from jaxrl.checkpoint.fingerprint import (
     BASE_WEIGHTS,
     changes,
@@ -24,12 +23,16 @@ from jaxrl.checkpoint.fingerprint import (
     digest_model,
     digest_weights,
 )
-from jaxrl.checkpoint.model_source import ModelSource, resolve_model, resolve_student
+from jaxrl.checkpoint.model_source import (
+    ModelSource,
+    check_positions,
+    completion_ends,
+    longest_sequence,
+    resolve_student,
+)
 from jaxrl.config.roles import template_names
 from jaxrl.config.schema import Config
-from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
-from jaxrl.data.chat_template import dated, with_end_ids
 from jaxrl.data.columns import unread_notes
 from jaxrl.data.example import Example, Split
 from jaxrl.data.prompt_encoder import (
@@ -42,15 +45,8 @@ from jaxrl.data.prompt_encoder import (
 from jaxrl.data.rows import OPTIONAL, Keys, column_of
 from jaxrl.data.source import Rows, Source, is_missing, is_split_here, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream, eval_sets
-from jaxrl.data.thoughts import opening_of
-from jaxrl.data.token_alignment import Aligner, ModelTokenizer
 from jaxrl.data.tokenizer import (
     Tokenizer,
-    check_every_token,
-    check_same_prompts,
-    check_same_vocabulary,
-    decode_text,
-    same_prompts,
 )
 from jaxrl.environments import environment_process as environments
 from jaxrl.environments.episode_batches import Episodes, pool_of
@@ -58,9 +54,7 @@ from jaxrl.errors import UserError, about, user_input
 from jaxrl.formats.hf import TokenizerFiles
 from jaxrl.formats.hub import data_name, find_folder
 from jaxrl.formats.opened import has_changed
-from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.bert import read_encoder
-from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import Target
 from jaxrl.plan import model_config, without_weights
 from jaxrl.process.plugin import PYTHON
@@ -71,52 +65,14 @@ from jaxrl.roles.grouper import tokenizer_of_encoder
 from jaxrl.roles.reward import open_reward, tokenizer_of_reward
 from jaxrl.run.python_objects import NOTHING, PythonObjects
 from jaxrl.sharding.axes import Axes
-from jaxrl.teacher.cache import MANIFEST, ScoreCache, check_cache
-from jaxrl.teacher.protocol import Info
-from jaxrl.teacher.remote import (
-    AnyInfo,
-    check_remote,
-    check_remote_prompts,
-    check_together,
-    remote_info,
-    remote_place,
-)
-from jaxrl.types import Completion, Prompt
+from jaxrl.teacher.kinds import Student, Teacher, kind_of
+from jaxrl.types import Prompt
 
 EPISODES = "turn_tokens", "max_turns", "weight", "credit", "discount"
 """Keys of `environment` that say what an episode is and what it teaches."""
 SESSION = uuid.uuid4().hex
 FIRST_ROWS = 16
 """Rows that are read where the prompts cannot be tokenized."""
-
-
-TWICE = " (by default they are twice the student's)"
-
-
-def tokenizer_of(source: ModelSource | ScoreCache, chat_date: str | None = None) -> Tokenizer:
-    """Returns the transformers tokenizer, or None if the checkpoint has none."""
-    path = source.tokenizer_path
-    if path is None:
-        return None
-    return dated(with_end_ids(tokenizers.load_tokenizer(path), source.config.eos_ids), chat_date)
-
-
-def end_ids(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the tokens that end a completion: those of the model's config and generation config,
-    and its tokenizer's own.
-
-    Raises:
-        UserError: there are none, or the tokenizer's own has no row in the embedding.
-    """
-    ids, rows = tokenizers.end_ids(source.config.eos_ids, tokenizer), source.config.vocab_size
-    if not ids:
-        raise UserError(
-            f"model {source.name!r} names no end-of-sequence token: set eos_token_id in its"
-            " config.json or generation_config.json"
-        )
-    if max(ids) >= rows:
-        tokenizers.check_rows(tokenizer, rows, ids, f"model {source.name!r}: its end of sequence")
-    return ids
 
 
 def token_notes(config: Config, source: ModelSource, tokenizer: Tokenizer) -> list[str]:
@@ -153,39 +109,6 @@ def token_notes(config: Config, source: ModelSource, tokenizer: Tokenizer) -> li
 def pad_id(source: ModelSource, ends: tuple[int, ...]) -> int:
     """Returns the token that fills the padding: the model's own pad token, else an end token."""
     return ends[0] if source.config.pad_id is None else source.config.pad_id
-
-
-def longest_sequence(config: Config, teacher: bool = False) -> int:
-    """Computes the number of tokens of the longest sequence of a run and its evaluations; with
-    `teacher`, of those that the teacher reads. A policy that teaches itself reads both."""
-    own = config.max_prompt_tokens + max(config.max_new_tokens, config.eval.max_new_tokens or 0)
-    new = max(config.teacher_new_tokens, config.eval.max_new_tokens or 0)
-    read = config.teacher_prompt_tokens + new
-    if config.teacher.model == POLICY:
-        return max(own, read)
-    return read if teacher else own
-
-
-def check_positions(
-    config: Config, new_tokens: int, decoder: DecoderConfig, model: str, teacher: bool = False
-) -> None:
-    """Raises UserError where the longest sequence exceeds the positions of a model.
-
-    Args:
-        teacher: the model reads the teacher's prompts.
-    """
-    others = teacher and config.teacher.tokenizer == "own"
-    own = others or (teacher and config.teacher.max_prompt_tokens is not None)
-    key = "teacher.max_prompt_tokens" if own else "max_prompt_tokens"
-    new = "teacher.max_new_tokens" if others else "max_new_tokens"
-    prompt = config.teacher_prompt_tokens if teacher else config.max_prompt_tokens
-    width = prompt + new_tokens
-    if width > decoder.max_positions:
-        raise UserError(
-            f"{key}={prompt} and {new}={new_tokens} make"
-            f" {width} positions; {model} has {decoder.max_positions}: lower one of them"
-            f"{TWICE if others else ''}"
-        )
 
 
 def keys(config: Config) -> Keys:
@@ -288,202 +211,20 @@ def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Verifier) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunTeachers:
-    """The teachers of a run, whose vocabularies fit the student's."""
-
-    config: Config
-    models: Mapping[str, ModelSource]
-    """By name, as in `Config.teacher_models`."""
-    served: Mapping[str, AnyInfo]
-    """By name, as in `Config.served`: what each was at the handshake."""
-    cache: ScoreCache | None
-    """The scores at `teacher.cache`."""
-    tokenizers: Mapping[str, Tokenizer]
-    """Of the models, and of stored scores without one."""
-    vocab_size: int
-    """As of `Setup`."""
-    aligner: Aligner | None
-    """With a teacher whose tokens are others."""
-    prompt_tokenizer: Tokenizer | None
-    """The teacher's, where it makes other prompts than the student's."""
-
-    def check_data(
-        self,
-        tokenizer: Tokenizer,
-        end_ids: Sequence[int],
-        prompts: Sequence[Prompt],
-        train: PromptStream,
-    ) -> list[str | None]:
-        """Refuses teachers that would read other prompts than the student, or have no scores of the
-        data. Returns notes for the user."""
-        config, notes = self.config, list[str | None]()
-        if self.aligner is not None:
-            common = int((self.aligner.to_teacher >= 0).sum())
-            notes.append(
-                f"teacher.tokenizer=own: {common:,} of the student's {self.vocab_size:,} tokens are"
-                " also the teacher's; completions are aligned by bytes"
-            )
-        elif config.teacher.tokenizer == "own":
-            notes.append("teacher.tokenizer=own: the teacher has the student's tokens, one by one")
-        generation = prompts[0].teacher_generation_tokens  # the first speaks for all
-        if generation is not None:
-            ours = opening_of(tokenizer, prompts[0].tokens)
-            theirs = opening_of(self.prompt_tokenizer, generation)
-            note = (
-                f"teacher.tokenizer=own: thoughts are opened by {ours!r} in the student's prompts,"
-                f" by {theirs!r} in the teacher's; it reads completions of the student after"
-                f" {ours!r}"
-            )
-            if config.distill.seq_kd and ours:
-                note += "; samples of it without thoughts are learned with empty ones"
-            notes.append(note)
-        if self.prompt_tokenizer is None:
-            for name, theirs in self.tokenizers.items():
-                with _about(name, self.models):
-                    check_same_prompts(tokenizer, theirs, prompts)
-        if self.cache is not None:
-            digest = digest_model(self.models["teacher"].path) if self.models else None
-            scored = train.rows(i for i in range(config.steps) if not on_policy(config, i))
-            longest = longest_sequence(config, teacher=True)
-            facts = digest, self.vocab_size, end_ids, longest
-            notes.append(check_cache(config, self.cache, *facts, scored))
-        for name, info in self.served.items():
-            given = tokenizer, prompts, self.vocab_size, name
-            notes.append(check_remote_prompts(config, info, *given))
-        if config.data.teacher_key is not None:
-            for where, example in train.examples():
-                row_weights(config, example.columns, where)
-        return notes
-
-    def evaluates(self, held_out: Sequence[EvalSet]) -> tuple[bool, list[str]]:
-        """Returns whether the teacher's own accuracy is measured, and notes where it was asked for
-        and is unknown."""
-        config = self.config
-        if not (config.eval.teacher and held_out):
-            return False, []
-        if not self.models:
-            unknown = "only scores: its own accuracy is not evaluated"
-            notes = [f"{remote_place(config, name)} {unknown}" for name in self.served]
-            if self.cache is not None:
-                notes.append(
-                    "scores on disk answer nothing: the teacher's accuracy is not evaluated"
-                )
-            return False, notes
-        if config.mixture is not None:
-            what = f"the teachers' {config.mixture} mixture"
-            return False, [f"{what} only scores: its accuracy is unknown"]
-        if not config.evaluates_teacher:
-            return False, ["a teacher plays no episodes: its own accuracy is not evaluated"]
-        try:
-            for prompt in (prompt for one in held_out for prompt in one.prompts):
-                prompt_weights(config, prompt)
-        except UserError as error:
-            return False, [f"data.eval: {error}; the teachers' own accuracy is not evaluated"]
-        return True, []
-
-
-def find_teachers(
-    config: Config, student: ModelSource, tokenizer: Tokenizer, eos_ids: tuple[int, ...]
-) -> RunTeachers:
-    """Finds the teachers, and compares their vocabularies with the student's.
-
-    Raises:
-        UserError: a teacher is not there, or does not fit the student.
-    """
-    read, day = longest_sequence(config, teacher=True), config.data.chat_date
-    models = {
-        name: resolve_model(model).for_length(read) for name, model in config.teacher_models.items()
-    }
-    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
-    described: dict[str, ModelSource | ScoreCache] = dict(models)
-    if not models and cache is not None:
-        described["teacher"] = cache
-    tokenizers = {name: tokenizer_of(teacher, day) for name, teacher in described.items()}
-    own = tokenizers["teacher"] if config.teacher.tokenizer == "own" else None
-    vocab_size, aligner = student.config.vocab_size, None
-    for name, teacher in described.items():
-        try:
-            with _about(name, models):
-                shared = check_same_vocabulary(
-                    tokenizer,
-                    tokenizers[name],
-                    student.config.vocab_size,
-                    teacher.config.vocab_size,
-                    student.config.eos_ids,
-                    teacher.config.eos_ids,
-                )
-        except UserError as error:
-            if own is None:
-                plain = config.teacher_model and config.teacher.tokenizer == "student"
-                more = "; or set teacher.tokenizer=own" if plain else ""
-                raise UserError(f"{error}{more}") from error
-            check_every_token(own, teacher.config.vocab_size, "teacher.model")
-            ends = end_ids(models[name], own)
-            aligner = Aligner(
-                ModelTokenizer(tokenizer, student.config.vocab_size, eos_ids),
-                ModelTokenizer(own, teacher.config.vocab_size, ends),
-            )
-        else:
-            vocab_size = min(vocab_size, shared)
-    served = {name: remote_info(config, name) for name in config.served}
-    check_together(config, served)
-    for name, info in served.items():
-        shared = check_remote(config, info, tokenizer, student.config, name)
-        vocab_size = min(vocab_size, shared)
-    common = vocab_size if aligner is None else int((aligner.to_teacher >= 0).sum())
-    longest = max(config.teacher_new_tokens, config.eval.max_new_tokens or 0)
-    for name, source in models.items():
-        check_positions(config, longest, source.config, config.teacher_key(name), teacher=True)
-    d = config.distill
-    asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
-    if d.entropy_aware:
-        asked["distill.entropy_top_k"] = d.entropy_top_k
-    for key, k in asked.items():
-        if (models or config.served) and k > common:
-            raise UserError(f"{key}={k} exceeds the common vocabulary: it has {common} tokens")
-    if own is not None and aligner is None and same_prompts(tokenizer, own):
-        own = None
-    return RunTeachers(
-        config=config,
-        models=models,
-        served=served,
-        cache=cache,
-        tokenizers=tokenizers,
-        vocab_size=vocab_size,
-        aligner=aligner,
-        prompt_tokenizer=own,
-    )
-
-
-def _about(name: str, models: Mapping[str, ModelSource]) -> AbstractContextManager[None]:
-    return nullcontext() if len(models) == 1 else about(f"teachers.{name}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Setup:
     """What a worker makes its roles from. It can be pickled: models are named, not loaded."""
 
     config: Config
     student: ModelSource
-    teachers: Mapping[str, ModelSource]
-    """By name, as in `Config.teacher_models`; empty where there is none, or all are served, or it
-    has run (`teacher.cache` alone)."""
-    served: Mapping[str, AnyInfo] = field(default_factory=dict)
-    """By name, as in `Config.served`: what each was at the handshake, and must still be."""
+    teacher: Teacher
+    """Of any kind."""
     tokenizer: Tokenizer | bytes
     """Pickled for another process, where only a role that samples opens it: transformers takes a
     second to import."""
-    vocab_size: int
-    """Tokens that the losses are over: those that student and teachers share or, where the
-    teacher's are others, the student's."""
     eos_ids: tuple[int, ...]
     pad_id: int
     teacher_samples: bool
     """The teacher generates, for the student to learn from or for its own accuracy."""
-    outcomes: Outcomes | None = None
-    """With a teacher that has its own tokenizer; numpy arrays."""
-    aligner: Aligner | bytes | None = None
-    """Likewise; pickled for another process."""
     given: Mapping[str, bytes] = field(default_factory=dict)
     """Reward functions and environment from Python, pickled, by their entries in the config."""
     row_multiple: int = 1
@@ -503,10 +244,15 @@ class Setup:
         packed = self.tokenizer
         return cloudpickle.loads(packed) if isinstance(packed, bytes) else packed
 
-    def open_aligner(self) -> Aligner | None:
-        """Returns the aligner, in this process."""
-        packed = self.aligner
-        return cloudpickle.loads(packed) if isinstance(packed, bytes) else packed
+    @property
+    def vocab_size(self) -> int:
+        """Returns V, the tokens that the losses are over."""
+        return self.teacher.vocab_size
+
+    def packed(self) -> bytes:
+        """Returns the setup for another process."""
+        tokenizer = cloudpickle.dumps(self.tokenizer)
+        return cloudpickle.dumps(replace(self, tokenizer=tokenizer, teacher=self.teacher.packed()))
 
     def packing(self, target: Target) -> dict[str, int]:
         """Returns how prompts and completions become arrays for the devices of a run, as arguments
@@ -524,7 +270,6 @@ class Setup:
 class Job(Setup):
     """The whole run: with its data, which stay in this process."""
 
-    aligner: Aligner | None = None
     train: PromptStream
     tokenizer_files: TokenizerFiles | None
     """Of the student as the run began, for its checkpoints and the trained model."""
@@ -536,26 +281,6 @@ class Job(Setup):
     """The teacher's own accuracy is measured before the first step."""
     notes: tuple[str, ...] = ()
     """What could not be checked."""
-    cache: ScoreCache | None = None
-    """The scores at `teacher.cache`."""
-
-    @property
-    def stored_samples(self) -> Callable[[Sequence[Prompt]], list[list[Completion]]] | None:
-        """Returns a function that reads the teacher's samples of prompts from disk, or None if the
-        run reads none."""
-        cache, tokenizer = self.cache, self.tokenizer
-        if cache is None or not self.config.distill.seq_kd:
-            return None
-
-        def with_text(prompt: Prompt, one: Completion) -> Completion:
-            text, opening = decode_text(tokenizer, one.tokens), opening_of(tokenizer, prompt.tokens)
-            return replace(one, text=text, opening=opening)
-
-        def samples(prompts: Sequence[Prompt]) -> list[list[Completion]]:
-            found = zip(prompts, cache.samples(prompts, self.config.group_size), strict=True)
-            return [[with_text(prompt, one) for one in group] for prompt, group in found]
-
-        return samples
 
     @property
     def held_out_prompts(self) -> tuple[Prompt, ...]:
@@ -613,9 +338,10 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     source = open_source(d.train, config.seed, "train", keys(config), given=given.rows)
     student, tokenizer, eos_ids, token_note = _student(config)
     path = student.tokenizer_path
-    teachers = find_teachers(config, student, tokenizer, eos_ids)
+    fitted = Student(config=student.config, tokenizer=tokenizer, end_ids=eos_ids)
+    teacher = kind_of(config).find(config, fitted)
     vocabulary = student.config.vocab_size
-    encode = encoder(config, tokenizer, eos_ids, vocabulary, True, teachers.prompt_tokenizer)
+    encode = encoder(config, tokenizer, eos_ids, vocabulary, True, teacher.prompt_tokenizer)
     train = PromptStream(
         source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
     )
@@ -643,22 +369,18 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
             tokenizer_of_reward(open_reward(config.reward.model))
         if config.grouper.model is not None and config.policy.advantages == "similarity":
             tokenizer_of_encoder(*read_encoder(find_folder(config.grouper.model)))
-    notes += teachers.check_data(tokenizer, eos_ids, prompts, train)
-    evaluates, why = teachers.evaluates(held_out)
+    notes += teacher.check_data(fitted, prompts, train)
+    evaluates, why = teacher.evaluates(held_out)
     notes += why
     return Job(
         config=config,
         student=student,
-        teachers=teachers.models,
-        served=teachers.served,
+        teacher=teacher,
         tokenizer=tokenizer,
-        vocab_size=teachers.vocab_size,
         eos_ids=eos_ids,
         pad_id=pad_id(student, eos_ids),
-        teacher_samples=bool(teachers.models) and (config.distill.seq_kd or evaluates),
+        teacher_samples=bool(teacher.models) and (config.distill.seq_kd or evaluates),
         evaluates_teacher=evaluates,
-        outcomes=None if teachers.aligner is None else teachers.aligner.outcomes,
-        aligner=teachers.aligner,
         given=given.code,
         train=train,
         tokenizer_files=None if path is None else TokenizerFiles.read(path),
@@ -666,7 +388,6 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
         held_out=held_out,
         judge=verifier(config.data.verifier),
         notes=tuple(filter(None, notes)),
-        cache=teachers.cache,
     )
 
 
@@ -734,8 +455,8 @@ def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], S
     """Returns the student, its tokenizer, the tokens that end its completions, and notes where
     tokenizer and config say other things."""
     student = resolve_student(config).for_length(longest_sequence(config))
-    tokenizer = tokenizer_of(student, config.data.chat_date)
-    eos_ids, notes = end_ids(student, tokenizer), token_notes(config, student, tokenizer)
+    tokenizer = student.tokenizer(config.data.chat_date)
+    eos_ids, notes = completion_ends(student, tokenizer), token_notes(config, student, tokenizer)
     return student.ending_at(eos_ids), tokenizer, eos_ids, notes
 
 
@@ -778,7 +499,8 @@ def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> 
         notes.append("data: prompts are not tokenized, as a model has only its config.json here")
     else:
         student, tokenizer, eos_ids, _ = _student(config)
-        find_teachers(config, student, tokenizer, eos_ids)
+        fitted = Student(config=student.config, tokenizer=tokenizer, end_ids=eos_ids)
+        kind_of(config).find(config, fitted)
     return [*notes, *_check_code(config, given, prompts, columns)]
 
 
@@ -907,9 +629,7 @@ def _models(setup: Setup) -> Iterator[tuple[str, str, Path, Callable[[Path], str
         name = f"{key}={config.student.model}"
         yield key, name, student, partial(digest_model, weights=weights)
     opened = [(key, setup.student)]
-    for name, teacher in ({} if config.teacher_follows else setup.teachers).items():
-        teacher_key = config.teacher_key(name)
-        named = f"{teacher_key}={config.teacher_models[name]}"
+    for teacher_key, named, teacher in setup.teacher.opened():
         yield teacher_key, named, teacher.path, digest_model
         opened.append((teacher_key, teacher))
     for owner, source in opened:
@@ -930,22 +650,12 @@ def _inputs(setup: Setup) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
     key and value, to its digest now."""
     config = setup.config
 
-    def scores(folder: str) -> dict[str, str]:
-        cache, name = ScoreCache(folder), f"teacher.cache={folder}"
-        each = {f"{name}/{file}": digest for file, digest in cache.digests.items()}
-        return {name: digest_file(cache.path / MANIFEST)} | each
-
     def model(name: str, place: Path, digest: Callable[[Path], str]) -> dict[str, str]:
         return {name: digest(place)}
 
     for key, name, place, digest in _models(setup):
         yield key, partial(model, name, place, digest)
-    for name, info in setup.served.items():
-        if isinstance(info, Info):  # completions servers have no fingerprint
-            key = config.teacher_key(name, "address")
-            yield key, partial(dict[str, str], {key: info.fingerprint})
-    if config.teacher.cache is not None:
-        yield "teacher.cache", partial(scores, config.teacher.cache)
+    yield from setup.teacher.inputs()
     asked = config.environment.name
     if asked is not None and not asked.startswith(PYTHON):
         yield "environment.name", partial(_code_digests, "environment.name", asked)

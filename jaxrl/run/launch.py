@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,8 +14,7 @@ from functools import partial
 import cloudpickle
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl.algorithms.protocols import (
@@ -24,24 +23,20 @@ from jaxrl.algorithms.protocols import (
     ReferenceRole,
     RewardRole,
     RolloutRole,
-    SamplingTeacherRole,
     TeacherRole,
     protocols,
 )
-from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.fingerprint import BASE_WEIGHTS
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
-from jaxrl.data.prompt_encoder import with_feedback
-from jaxrl.data.token_alignment import TeacherSamples
 from jaxrl.errors import UserError
 from jaxrl.formats import hub
 from jaxrl.formats.opened import Checksums, reading
 from jaxrl.models.kernels import Use, target_of, try_kernels
 from jaxrl.models.lora import frozen_and_trained
-from jaxrl.models.parameters import Layout, Params, head_sharding, param_shardings
+from jaxrl.models.parameters import Layout, Params, param_shardings
 from jaxrl.plan.table import Plan
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
@@ -53,7 +48,6 @@ from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import TEMPLATE_TOKENS, Reward, RewardModel, open_reward
 from jaxrl.roles.rollout import Sampler
-from jaxrl.roles.update import first_rows_program
 from jaxrl.run.job import (
     Setup,
     check_inputs,
@@ -63,7 +57,7 @@ from jaxrl.run.job import (
 )
 from jaxrl.runtime.worker import Future, LocalWorkerGroup, WorkerGroup
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.ledger import HOST, current
+from jaxrl.sharding.ledger import HOST
 from jaxrl.sharding.mesh import (
     Visible,
     accelerators_here,
@@ -73,18 +67,7 @@ from jaxrl.sharding.mesh import (
     verify_arrays,
 )
 from jaxrl.sharding.placement import Placement, device_list, parse
-from jaxrl.sharding.reshard import put
-from jaxrl.teacher.cache import CachedTeacher, ScoreCache
-from jaxrl.teacher.local_teacher import (
-    AddFeedback,
-    LocalTeacher,
-    RoutedTeachers,
-    Scorer,
-    teacher_residents,
-)
-from jaxrl.teacher.protocol import Info
-from jaxrl.teacher.remote import RemoteTeachers, remote_head
-from jaxrl.types import Tree
+from jaxrl.teacher.kinds import layout_of
 
 Log = Callable[[str], None]
 NOT_REHEARSED = ("cpu",)
@@ -159,13 +142,11 @@ def _start_in_ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     import_ray(address_of(setup.config.ray))
     from jaxrl.runtime.ray.worker_group import RayWorkerGroup
 
-    aligner = setup.aligner and cloudpickle.dumps(setup.aligner)
     uses = {role: plan.inputs.kernel_uses(plan.config, [role]) for role in plan.runs}
-    packed = replace(setup, tokenizer=cloudpickle.dumps(setup.tokenizer), aligner=aligner)
     worker_group = RayWorkerGroup(
         setup.config.ray,
         plan.placement,
-        partial(pool_makers, cloudpickle.dumps(packed), dict(plan.axes), uses),
+        partial(pool_makers, setup.packed(), dict(plan.axes), uses),
         log,
         startup_s=setup.config.deadlines.startup,
         roles=plan.runs,
@@ -219,14 +200,14 @@ def pool_makers(
 
 def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     config, mesh = setup.config, meshes["actor"]
-    frozen = frozen_of_teacher(setup, mesh)
     student, loaded = setup.student, None
+    frozen = setup.teacher.frozen(mesh, student.config.final_softcap)
     if (receiver := meshes.get("rollout")) is not None:  # else another process has it
         shardings = param_shardings(student.config, receiver, "unstacked")
         _, loaded = frozen_and_trained(shardings)
     follower = None
     if config.teacher_follows:  # `places` are None where another process has the teacher
-        layout, teacher = _layout(setup), meshes.get("teacher")
+        layout, teacher = layout_of(setup.teacher_samples), meshes.get("teacher")
         places = None if teacher is None else param_shardings(student.config, teacher, layout)
         follower = Receiver(layout, config.teacher.compute_dtype, places, SENT_TO_TEACHER)
     base = _base(setup, mesh, config.base_dtype, "stacked")
@@ -294,106 +275,8 @@ def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
 
 
 def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole:
-    """Makes the role `teacher`: models on devices of the run, scores on disk (and a model for
-    samples of the policy, where there is one), or servers outside of the run."""
-    config, layout, dtype = setup.config, _layout(setup), setup.config.teacher.compute_dtype
-    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
-    if not setup.teachers:
-        if cache is not None:
-            return CachedTeacher(config, cache, setup.vocab_size)
-        return RemoteTeachers(config, setup.vocab_size, setup.served)
-    mesh = meshes["teacher"]
-    limit, aligner = config.teacher_prompt_tokens, setup.open_aligner()
-    projection = Projection.of(config, mesh, setup.vocab_size)
-    if aligner is not None:
-        projection = replace(projection, vocab_size=aligner.teacher.vocab_size)
-    add_feedback: AddFeedback | None = None
-    if config.teacher_gets_feedback:
-        add_feedback = partial(with_feedback, tokenizer=setup.open_tokenizer(), max_tokens=limit)
-
-    def load(source: ModelSource, sends: Projection) -> tuple[Scorer, Sampler | None]:
-        params = None
-        if not config.teacher_follows:
-            params = source.load(mesh, jnp.dtype(dtype), layout)
-            verify_arrays("teacher", params, mesh)
-        scorer = Scorer(source.config, params, sends, limit, aligner, config.teacher_new_tokens)
-        samples = setup.teacher_samples
-        return scorer, _sampler(setup, source, mesh, params, teacher=True) if samples else None
-
-    local: SamplingTeacherRole
-    if config.teachers:
-        sends = projection
-        if projection.mixture is not None:  # is computed of the hidden states of all
-            hidden = config.distill.model_copy(update={"signal": "hidden"})
-            sends = replace(projection, distill=hidden)
-        width = max(source.config.d_model for source in setup.teachers.values())
-        local = several = RoutedTeachers(config, projection, width, add_feedback)
-        for name, source in setup.teachers.items():
-            current().enter("teacher.start")  # offloads the previous teacher first
-            several.add(name, *load(source, sends))
-    else:
-        follows = (layout, dtype) if config.teacher_follows else None
-        samples = None
-        if config.teacher.tokenizer == "own":
-            samples = TeacherSamples(setup.open_tokenizer(), aligner, config.max_new_tokens)
-        local = LocalTeacher(
-            *load(setup.teachers["teacher"], projection),
-            *teacher_residents(config),
-            follows=follows,
-            add_feedback=add_feedback,
-            samples=samples,
-        )
-    return local if cache is None else CachedTeacher(config, cache, setup.vocab_size, local)
-
-
-def frozen_of_teacher(setup: Setup, mesh: Mesh) -> dict[str, Tree]:
-    """Returns the arrays of the teachers that the actor's loss reads (`signals.distill_loss`), on
-    the actor's mesh."""
-    config, everywhere = setup.config, NamedSharding(mesh, PartitionSpec())
-    frozen: dict[str, Tree] = {}
-    if config.learns_from_teacher and config.distill.signal == "hidden":
-        heads, caps = list[jax.Array](), [setup.student.config.final_softcap]
-        if not config.teacher_follows:  # else the head is the actor's own
-            caps.clear()
-            for head, cap in _heads(setup, mesh):
-                # Heads that are equal are one array; the comparison is False of other shapes.
-                same = (other for other in heads if bool(jnp.array_equal(other, head)))
-                heads.append(next(same, head))
-                caps.append(cap)
-            frozen["teacher_head"] = tuple(heads) if config.teachers else heads[0]
-        if any(caps):
-            placed = put([None if cap is None else np.float32(cap) for cap in caps], everywhere)
-            frozen["teacher_softcap"] = tuple(placed) if config.teachers else placed[0]
-    if setup.outcomes is not None:
-        frozen["outcomes"] = put(setup.outcomes, everywhere)
-    return frozen
-
-
-def _heads(setup: Setup, mesh: Mesh) -> Iterator[tuple[jax.Array, float | None]]:
-    """Yields the LM head [V, Dt] of each teacher on the actor's mesh, V being what all models
-    share, and `DecoderConfig.final_softcap`: a service's, a cache's, or a local model's."""
-    teacher, v = setup.config.teacher, setup.vocab_size
-
-    def placed(head: np.ndarray) -> jax.Array:
-        return put(head, head_sharding(head.shape, mesh))
-
-    for name, info in setup.served.items():
-        assert isinstance(info, Info), "`check_remote` refuses others"
-        yield placed(remote_head(setup.config, v, info, name)), info.final_softcap
-    if teacher.cache is not None and not setup.teachers:
-        cache = ScoreCache(teacher.cache)
-        stored = cache.head(v).astype(jnp.dtype(teacher.dtype))
-        yield placed(stored), cache.config.final_softcap
-    for source in setup.teachers.values():
-        head = source.load_head(mesh, jnp.dtype(teacher.dtype))
-        if setup.outcomes is None and head.shape[0] != v:
-            # Drops the rows of tokens that the student lacks: once here, not at every step.
-            head = first_rows_program(v, head.shape[1], mesh)(head)
-        yield head, source.config.final_softcap
-
-
-def _layout(setup: Setup) -> Layout:
-    return "unstacked" if setup.teacher_samples else "stacked"
+    sampler = partial(_sampler, setup, teacher=True) if setup.teacher_samples else None
+    return setup.teacher.make(meshes.get("teacher"), setup.open_tokenizer, sampler)
 
 
 def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
@@ -473,7 +356,7 @@ def _sampler(
     """Builds a `Sampler`, for a teacher with the teacher's tokenizer where that has its own;
     `params` are None if the weights come later, `base` is what adapters are on."""
     config, tokenizer, eos_ids = setup.config, setup.open_tokenizer(), setup.eos_ids
-    aligner = setup.open_aligner() if teacher else None
+    aligner = setup.teacher.open_aligner() if teacher else None
     if aligner is not None:
         tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.end_ids
     made = partial(episodes, config, tokenizer, run_dir=setup.run_dir, given=setup.given)

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.checkpoint.fingerprint import digest_model
-from jaxrl.checkpoint.model_source import ModelSource, resolve_model
+from jaxrl.checkpoint.model_source import ModelSource, longest_sequence, resolve_model
 from jaxrl.checkpoint.store import PARTIAL
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
@@ -36,7 +36,7 @@ from jaxrl.models.kernels import CPU, default_dtype, target_of, try_kernels
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.streams import Output
 from jaxrl.roles.run_shapes import RunInputs
-from jaxrl.run.job import Job, Setup, longest_sequence, make_job
+from jaxrl.run.job import Job, Setup, make_job
 from jaxrl.run.launch import make_teacher
 from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.run.run_dir import LOCK, Lock

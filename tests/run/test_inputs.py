@@ -12,7 +12,7 @@ from runs import GSPO, save_model, save_reward_model
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
 from jaxrl import load_model
-from jaxrl.checkpoint.model_source import resolve_model
+from jaxrl.checkpoint.model_source import completion_ends, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.thoughts import opening_of
@@ -21,7 +21,7 @@ from jaxrl.errors import UserError
 from jaxrl.export import export
 from jaxrl.roles.reward import score
 from jaxrl.run.evaluation import prepare
-from jaxrl.run.job import end_ids, make_job, tokenizer_of
+from jaxrl.run.job import make_job
 
 NEW = "<new>"
 SFT = ["algorithm=sft", "teacher.model=null"]
@@ -184,7 +184,7 @@ def test_completions_end_at_the_tokens_of_both_configs_and_of_the_tokenizer(
         raw = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(raw | {"eos_token_id": ids}))
     source = resolve_model(folder)
-    assert end_ids(source, tokenizer_of(source)) == ends
+    assert completion_ends(source, source.tokenizer()) == ends
     model = load_model(folder)
     assert tokenizers.end_ids(model.config.eos_ids, model.tokenizer) == ends
     exported = export(source, tmp_path / "out", dtype="float32")

@@ -31,7 +31,7 @@ def test_a_run_computes_for_its_longest_sequence(tmp_path: Path) -> None:
     theirs = ["teacher.prompt=Think: {prompt}", "teacher.max_prompt_tokens=40"]
     job = make_job(Config.load("builtin:quickstart", [*asked, *theirs]))
     assert job.student.config == config.for_length(24 + 20)
-    assert job.teachers["teacher"].config == config.for_length(40 + 20)
+    assert job.teacher.models["teacher"].config == config.for_length(40 + 20)
     itself = ["teacher.model=policy", "mesh=actor=2,rollout=1,teacher=1"]
     job = make_job(Config.load("builtin:quickstart", [*asked, *theirs, *itself]))
     assert job.student.config == config.for_length(40 + 20)

@@ -28,6 +28,7 @@ from tiny_tokenizer import tiny_tokenizer
 from jaxrl import Config, train
 from jaxrl.algorithms.methods import on_policy
 from jaxrl.algorithms.signals import Projection
+from jaxrl.checkpoint.model_source import longest_sequence
 from jaxrl.config import cli
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import DATA, make_rollout
@@ -35,7 +36,6 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.models import parameters
 from jaxrl.roles.actor import Actor
 from jaxrl.run.attempt import prepare_run
-from jaxrl.run.job import Job, longest_sequence
 from jaxrl.run.run_dir import Lock
 from jaxrl.score.__main__ import _parser, config_of, main
 from jaxrl.score.score_data import Scoring, open_folder, score, storage_error
@@ -57,6 +57,7 @@ from jaxrl.teacher.cache import (
     shard_files,
     write_manifest,
 )
+from jaxrl.teacher.kinds import StoredScores
 from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.teacher.protocol import Options
 from jaxrl.telemetry.metrics import read_metrics
@@ -563,12 +564,11 @@ def test_a_stored_sample_begins_in_the_thoughts_that_its_prompt_opens() -> None:
     tokenizer, nothing = tiny_tokenizer(), np.zeros(1, np.float32)
     prompts = [Prompt(i, tuple(tokenizer.encode(x)), x) for i, x in enumerate(("1<think>\n", "1"))]
     stored = Completion(tuple(tokenizer.encode("4")), nothing, nothing, "stop")
-    job = SimpleNamespace(
+    scores = SimpleNamespace(
         cache=SimpleNamespace(samples=lambda prompts, n: [[stored] * n for _ in prompts]),
-        tokenizer=tokenizer,
         config=SimpleNamespace(distill=SimpleNamespace(seq_kd=True), group_size=2),
     )
-    samples = Job.stored_samples.fget(job)
+    samples = StoredScores.stored_samples(scores, tokenizer)  # type: ignore[arg-type]
     found = [[one.whole_text for one in group] for group in samples(prompts)]
     assert found == [["<think>\n4"] * 2, ["4"] * 2]
 

@@ -33,7 +33,6 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.http_server import Limits, server_tls
-from jaxrl.run.job import tokenizer_of
 from jaxrl.sharding.reshard import to_host
 from jaxrl.teacher.local_teacher import RoutedTeachers, Scorer
 from jaxrl.teacher.protocol import TOKEN, present
@@ -432,7 +431,7 @@ def both(models: dict[str, str]) -> dict[str, ScoringService]:
     mesh, turns = make_mesh(1, 1, 1), ThreadPoolExecutor(1)
     sources = {name: resolve_model(models[name]) for name in ("math", "code")}
     return {
-        name: ScoringService(source, tokenizer_of(source), mesh, "float32", turns=turns)
+        name: ScoringService(source, source.tokenizer(), mesh, "float32", turns=turns)
         for name, source in sources.items()
     }
 
