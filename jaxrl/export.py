@@ -65,7 +65,7 @@ def export(
 
 def _write(source: ModelSource, destination: Path, dtype: str, adapters: bool) -> Path:
     from jaxrl.checkpoint.fingerprint import digest_weights
-    from jaxrl.data.tokenizer import end_ids, load_tokenizer
+    from jaxrl.data.tokenizer import completion_ends, load_tokenizer
     from jaxrl.formats import hf, peft, weights
     from jaxrl.formats.hub import model_name
 
@@ -76,7 +76,7 @@ def _write(source: ModelSource, destination: Path, dtype: str, adapters: bool) -
         model = replace(source.config, lora=own.lora, quantised=own.quantised)
         pairs, base = source.adapter.pairs(), source.base_name
         digest = None if model_name(base) else digest_weights(own.base_path)
-        folder = peft.write(destination, model, base, pairs, source.tokenizer_path, digest)
+        folder = peft.write_adapters(destination, model, base, pairs, source.tokenizer_path, digest)
         if model_name(base) is None and not (user_path(base) / "config.json").is_file():
             to_stderr(
                 f"{destination}: its base model {base} is none that PEFT can load. To load the"
@@ -90,10 +90,10 @@ def _write(source: ModelSource, destination: Path, dtype: str, adapters: bool) -
         except UserError as error:
             to_stderr(f"{error}: the end tokens are those of the config alone")
         else:
-            ids = end_ids(source.config.eos_ids, tokenizer)
+            ids = completion_ends(source.config.eos_ids, tokenizer)
             source = source.ending_at(tuple(i for i in ids if i < source.config.vocab_size))
     shapes = weights.tensor_shapes(source.config)
-    weights.check(source.tensors, shapes)
+    weights.check_shapes(source.tensors, shapes)
 
     def read(name: str) -> np.ndarray:
         return source.tensors.read(name, tuple(slice(0, n) for n in shapes[name]))

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
-from jaxrl.data.rows import find, listed
+from jaxrl.data.rows import find_value, listed
 from jaxrl.errors import UserError, near
 from jaxrl.losses import token_spans
 from jaxrl.losses.algorithm_table import MixtureKind
@@ -481,7 +481,7 @@ def row_weights(config: Config, columns: Mapping[str, object], where: str) -> tu
     if key is None:
         fixed = [one.weight or 1.0 for one in config.teachers.values()]
         return tuple(weight / sum(fixed) for weight in fixed)
-    given = find(columns, key)
+    given = find_value(columns, key)
     if isinstance(given, str) and given in names:
         return tuple(float(name == given) for name in names)
     if config.mixture is None or not isinstance(given, Mapping):

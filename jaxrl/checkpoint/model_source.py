@@ -117,12 +117,12 @@ class ModelSource:
                 " tie_word_embeddings=true. The weights are here now: start again, and its own"
                 " head is used"
             )
-        return weights.load(self.tensors, self.config.base, mesh, dtype, layout)
+        return weights.load_params(self.tensors, self.config.base, mesh, dtype, layout)
 
     def load_adapters(self, mesh: Mesh | None, dtype: DTypeLike, seed: int) -> Params:
         """Returns the stacked adapters of `config.lora`: the checkpoint's, or new ones."""
         pairs = None if self.adapter is None else self.adapter.pairs()
-        return peft.load(self.config, pairs, mesh, dtype, seed)
+        return peft.load_adapters(self.config, pairs, mesh, dtype, seed)
 
     def with_lora(self, lora: Lora, quantised: Quantisation | None = None) -> ModelSource:
         """Returns the same model with adapters to train, over kernels that are quantised or not.
@@ -221,7 +221,7 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
         from jaxrl.formats.gguf import open_gguf
 
         file = open_gguf(place)
-        weights.check(file, weights.tensor_shapes(file.config))
+        weights.check_shapes(file, weights.tensor_shapes(file.config))
         file.check_all_read()
         return ModelSource(name, place, file.config, file, place)
     if (place / store.MANIFEST).exists():
@@ -233,21 +233,21 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
         tokenizer = described if hf.has_tokenizer(described) else None
         return ModelSource(name, place, config, SavedTensors(place, config), tokenizer)
     if (place / peft.CONFIG).is_file():
-        place = place if on_hub is None else hub.with_weights(on_hub)
+        place = place if on_hub is None else hub.fetch_weights(on_hub)
         return _adapted(name, place, place)
     config = hf.read_config(place)
     tokenizer = place if hf.has_tokenizer(place) else None
 
     def read(folder: Path) -> weights.Tensors:
         files = hf.SafetensorsFolder(folder)
-        tensors = weights.with_experts(files, config)
+        tensors = weights.name_experts(files, config)
         weights.check_all_read(files.names, config, tensors)
         return tensors
 
     tensors = open_tensors(name, place, read, weights.tensor_shapes(config))
     if not isinstance(tensors, Unfetched):
         config = weights.held_against(config, tensors)
-        weights.check(tensors, weights.tensor_shapes(config))
+        weights.check_shapes(tensors, weights.tensor_shapes(config))
     return ModelSource(name, place, config, tensors, tokenizer)
 
 

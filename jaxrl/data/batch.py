@@ -25,7 +25,7 @@ DATA = -1
 """`policy_version` of completions that no policy sampled, and group id of padding rows."""
 
 
-def width_of(n: int, limit: int, multiple: int = 2) -> int:
+def padded_width(n: int, limit: int, multiple: int = 2) -> int:
     """Returns the smallest width among 32, 48, 64, 96, 128, 192, ... that holds n, rounded up to
     `multiple`.
 
@@ -38,7 +38,7 @@ def width_of(n: int, limit: int, multiple: int = 2) -> int:
     return bucket(n, smallest=NARROWEST, steps=2, multiple=multiple, most=limit)
 
 
-def pack(
+def pack_sequences(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     *,
@@ -94,11 +94,11 @@ def make_rollout(
     tokens = [completion.tokens for completion in row_completions]
     longest_prompt = max(map(len, prompt_tokens), default=0)
     longest = max(map(len, tokens), default=0)
-    sequences = pack(
+    sequences = pack_sequences(
         prompt_tokens,
         tokens,
-        prompt_width=width_of(longest_prompt, max_prompt_tokens, width_multiple),
-        completion_width=width_of(longest, max_new_tokens, width_multiple),
+        prompt_width=padded_width(longest_prompt, max_prompt_tokens, width_multiple),
+        completion_width=padded_width(longest, max_new_tokens, width_multiple),
         pad_id=pad_id,
         row_multiple=row_multiple,
     )
@@ -146,10 +146,10 @@ def as_the_teacher_reads(
         return rollout
     assert len(theirs) == len(given), "one template makes the teacher's prompts of all rows"
     own, c = rollout.sequences, rollout.sequences.loss_mask.shape[1]
-    prompts = pack(
+    prompts = pack_sequences(
         theirs,
         [()] * len(theirs),
-        prompt_width=width_of(max(map(len, theirs)), max_prompt_tokens, width_multiple),
+        prompt_width=padded_width(max(map(len, theirs)), max_prompt_tokens, width_multiple),
         completion_width=0,
         pad_id=0,  # the mask leaves padding out
         row_multiple=len(own.tokens),

@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import meta
 
 from jaxrl.data.example import Message, is_learned
-from jaxrl.data.spelled_tokens import marked, unmarked, with_marked_ends
+from jaxrl.data.spelled_tokens import mark_tokens, remove_marks, with_marked_ends
 from jaxrl.data.thoughts import OPENS, OTHER_THOUGHTS, THOUGHT_FIELDS, THOUGHTS, opened_thoughts
 from jaxrl.errors import UserError, near
 from jaxrl.process.json_types import JsonObject
@@ -160,7 +160,7 @@ def holds_turns(tokenizer: Any, text: str) -> bool:
 def _turn_shape(
     tokenizer: Any, template: str, tokens: frozenset[str]
 ) -> tuple[tuple[str, ...], str, str]:
-    """Returns what a rendered chat may begin with; what stands before a question, where a system
+    """Finds what a rendered chat may begin with; what stands before a question, where a system
     message has nothing but BOS before it, else ""; and, without spaces, what stands between a
     question and its answer."""
     chats = (_ASKS,), (_RULES, _ASKS)
@@ -180,13 +180,14 @@ def _turn_shape(
 def _formed(
     tokenizer: Any, messages: Sequence[Message], generation: bool, inputs: TemplateInputs
 ) -> tuple[list[Message], TemplateInputs]:
-    """Returns what is rendered: calls in the template's form, and spellings of turn tokens
-    marked."""
     if not has_template(tokenizer):
         return list(messages), inputs  # refused where they are rendered
     tokens = turn_tokens(tokenizer)
-    tools, arguments = marked(inputs.tools, tokens), marked(inputs.arguments, tokens)
-    formed: list[Message] = marked(in_form(tokenizer, messages, generation, inputs), tokens)
+    tools, arguments = (
+        mark_tokens(inputs.tools, tokens),
+        mark_tokens(inputs.arguments, tokens),
+    )
+    formed: list[Message] = mark_tokens(in_form(tokenizer, messages, generation, inputs), tokens)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = getattr(backend, "normalizer", None)
     normal = None if normalizer is None else normalizer.normalize_str
@@ -194,7 +195,7 @@ def _formed(
     return formed, TemplateInputs(tuple(tools), arguments)
 
 
-def render(
+def render_text(
     tokenizer: Any,
     messages: Sequence[Message],
     generation: bool = False,
@@ -217,7 +218,7 @@ def render(
     return _rendered(tokenizer, messages, generation, inputs)[0]
 
 
-def split(
+def split_chat(
     tokenizer: Any,
     messages: Sequence[Message],
     first: int,
@@ -279,7 +280,7 @@ def split(
         text[:begins],
         tuple(_joined(pieces[1:])),
         chat.generation_prompt == text[:begins],
-        tuple((kind, unmarked(note)) for kind, note in notes),
+        tuple((kind, remove_marks(note)) for kind, note in notes),
     )
 
 
@@ -564,7 +565,7 @@ def _marked(marks: Sequence[Span], start: int, end: int, chat: _Chat) -> list[Sp
 
 
 def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[str, str]]:
-    """Returns what the learned turns have and the template does not show, as (kind, text). Raises
+    """Notes what the learned turns have and the template does not show, as (kind, text). Raises
     UserError for answers and tool calls: a turn would be learned that does something else."""
     notes: list[tuple[str, str]] = []
 
@@ -610,7 +611,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
         else:
             raise UserError(
                 f"message {at}: the chat template does not render the answer"
-                f" {unmarked(said[:40])!r}: give the model a template of whole chats"
+                f" {remove_marks(said[:40])!r}: give the model a template of whole chats"
             )
     for at, message in enumerate(chat.messages[: learned[0]]):
         if message.get("tool_calls") and not _shows(chat, at, ("tool_calls",)):
@@ -632,11 +633,11 @@ def _shows_content(chat: _Chat, at: int) -> bool:
 
 def shows_tools(tokenizer: Any, messages: Sequence[Message], inputs: TemplateInputs) -> bool:
     """Returns whether the template shows the tools in the prompt that messages make."""
-    text = render(tokenizer, messages, True, inputs)
+    text = render_text(tokenizer, messages, True, inputs)
     names = [(tool.get("function") or tool).get("name") for tool in inputs.tools]
     if all(isinstance(name, str) and name in text for name in names):
         return True
-    return render(tokenizer, messages, True, replace(inputs, tools=())) != text
+    return render_text(tokenizer, messages, True, replace(inputs, tools=())) != text
 
 
 def unread_arguments(tokenizer: Any, inputs: TemplateInputs) -> list[str]:
@@ -757,7 +758,7 @@ def _rendered(
                 blocks.append(block)
     except Exception as error:  # a template is a program that comes with the model
         roles = ", ".join(str(message.get("role")) for message in messages)
-        why = unmarked(" ".join(str(error).split())[:300]) or type(error).__name__
+        why = remove_marks(" ".join(str(error).split())[:300]) or type(error).__name__
         raise Unrendered(f"the chat template refuses messages of {roles}: {why}") from error
     return "".join(blocks), tuple(marks)
 

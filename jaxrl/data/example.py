@@ -53,9 +53,8 @@ def is_learned(message: Message) -> bool:
 
 
 def fields_of(example: Example) -> frozenset[tuple[object, ...]]:
-    """Returns what decides whether a chat template can show a row: the role of each message,
-    its fields that say something, whether it has several calls, and what else a template
-    reads."""
+    """Lists what decides whether a chat template can show a row: the role of each message, its
+    fields that say something, whether it has several calls, and what else a template reads."""
     messages = () if isinstance(example.prompt, str) else example.prompt
     found = set[tuple[object, ...]]()
     if example.inputs is not None:

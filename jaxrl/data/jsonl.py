@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.example import Example, JsonObject, Part
-from jaxrl.data.rows import KEYS, Keys, kind, names_in, parse_row_json, plain, to_example
+from jaxrl.data.rows import KEYS, Keys, as_json, kind, names_in, parse_row_json, to_example
 from jaxrl.errors import UserError
 from jaxrl.formats.opened import has_changed
 
@@ -127,7 +127,7 @@ class RowList(Part):
                 raise UserError(f"{place}: a JSON object is needed, this is {kind(row)}")
             if not all(isinstance(field, str) for field in row):
                 raise UserError(f"{place}: fields are named by text, this row has {list(row)[:4]}")
-            self._rows.append(plain(row))
+            self._rows.append(as_json(row))
             to_example(self._rows[-1], keys, place)
         if not self._rows:
             raise UserError(f"{label}: {name}: no rows")
@@ -163,8 +163,7 @@ class RowList(Part):
 
 
 def _steady(value: Any) -> object:
-    """Returns what stands for a value that JSON does not have in a hash: the same in every process,
-    which a `repr` with an address is not."""
+    # For a hash: the same in every process, which a `repr` with an address is not.
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     return hashlib.sha256(pickle.dumps(value)).hexdigest()

@@ -182,7 +182,7 @@ class PromptEncoder:
     def prompt_of(
         self, example: Example, tokenizer: Tokenizer | None = None
     ) -> str | tuple[Message, ...]:
-        """Returns what is tokenised: text, or messages, with everything that comes before the row's
+        """Makes what is tokenised: text, or messages, with everything that comes before the row's
         own."""
         prompt = example.prompt
         asked = self.few_shot and _question(prompt)
@@ -207,7 +207,7 @@ class PromptEncoder:
         return (*system, *_turns_of(shots), *prompt)
 
     def inputs_of(self, example: Example) -> TemplateInputs:
-        """Returns what the chat template reads with the messages of a row."""
+        """Collects the tools and arguments that the chat template reads with a row."""
         own = example.inputs or NO_INPUTS
         return replace(own, arguments={**self.arguments, **own.arguments})
 
@@ -349,7 +349,7 @@ class PromptEncoder:
 
     def _teacher_tokens(self, example: Example) -> tuple[int, ...]:
         assert self.teacher is not None
-        prompt = filled(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
+        prompt = fill_places(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
         return encode_prompt(
             self.teacher.tokenizer or self.tokenizer, prompt, self.inputs_of(example)
         )
@@ -452,7 +452,7 @@ class PromptEncoder:
 
     @cached_property
     def _start(self) -> str:
-        """Returns what a text without a prompt is learned after: BOS, or else an end token, behind
+        """Chooses what a text without a prompt is learned after: BOS, or else an end token, behind
         which a document begins."""
         ends = [*self.eos_ids, *sorted(getattr(self.tokenizer, "end_ids", ()))]
         names = [self.tokenizer.bos_token, self.tokenizer.eos_token]
@@ -504,7 +504,7 @@ def _turns_of(shots: Sequence[Example]) -> Iterator[Message]:
 
 
 def _question(prompt: str | tuple[Message, ...]) -> list[tuple[str, str]]:
-    """Returns what a prompt asks: two rows with the same are one example, however they space it."""
+    """Reads the question of a prompt: two rows with the same one are one example."""
     turns = _user(prompt) if isinstance(prompt, str) else prompt
     asked = [(turn["role"], str(turn.get("content"))) for turn in turns if turn["role"] != "system"]
     return [(role, " ".join(normalize("NFC", text).split())) for role, text in asked]
@@ -564,7 +564,7 @@ def _fitted(
 
     def tokens(most: int) -> tuple[int, ...]:
         short = {name: text[:most] for name, text in texts.items()}
-        asked = filled(prompt.teacher_prompt or "", short)
+        asked = fill_places(prompt.teacher_prompt or "", short)
         return encode_prompt(tokenizer, asked, prompt.inputs)
 
     most = max(map(len, texts.values()))
@@ -576,7 +576,7 @@ def _fitted(
     return tokens(fits), False
 
 
-def filled(prompt: PromptLike, texts: Mapping[str, str]) -> PromptLike:
+def fill_places(prompt: PromptLike, texts: Mapping[str, str]) -> PromptLike:
     """Fills a prompt with texts in place of `PLACES`, in one pass: nothing in a text is one."""
 
     def replaced(text: str) -> str:

@@ -1,7 +1,7 @@
 """A row of a file as an example: which of its fields are what.
 
 A row means the same in whichever form it comes. So a null is as good as absent, values that JSON
-does not have become those that it has (`plain`), and lists and objects may stand as their JSON
+does not have become those that it has (`as_json`), and lists and objects may stand as their JSON
 text. Nulls that tables put into objects (fields that only other rows have) are gone when a row
 comes here (`tables.row_decoder`); the arguments of tool calls keep the nulls that JSON has.
 """
@@ -94,7 +94,7 @@ read; in `role` it is what to write."""
 
 
 def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
-    """Converts a row, made of values that JSON has (`plain`), to an example; `where` begins error
+    """Converts a row, made of values that JSON has (`as_json`), to an example; `where` begins error
     messages."""
     plain = _plain_text(row, keys, where)
     prompt: str | tuple[Message, ...] = ""
@@ -124,10 +124,10 @@ def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
 
 def _plain_text(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
     """Returns the text of a row that is a completion without a prompt; None if it has a prompt."""
-    if any(find(row, name) is not None for name in (keys.prompt, keys.messages)):
+    if any(find_value(row, name) is not None for name in (keys.prompt, keys.messages)):
         return None
     text = _field(row, keys.text, where)
-    if text is not None and find(row, keys.completion) is not None:
+    if text is not None and find_value(row, keys.completion) is not None:
         raise UserError(
             f"{where}: both `{keys.text}` and `{keys.completion}`, and no prompt: if the first is"
             f" the prompt, set data.prompt_key={keys.text}; else keep one"
@@ -137,7 +137,7 @@ def _plain_text(row: Mapping[str, object], keys: Keys, where: str) -> str | None
     return text
 
 
-def find(row: Mapping[str, object], name: str | None) -> Any:
+def find_value(row: Mapping[str, object], name: str | None) -> Any:
     """Finds the value that a name has in a row: that of the field of this name, or else the one
     found by following its dots through objects and lists (or their JSON text), as in
     `answers.0.text`. Returns None where there is none."""
@@ -148,7 +148,7 @@ def find(row: Mapping[str, object], name: str | None) -> Any:
             inside = _parsed(row[name[:at]])
             if isinstance(inside, list):
                 inside = {str(number): value for number, value in enumerate(inside)}
-            value = find(inside, name[at + 1 :]) if isinstance(inside, dict) else None
+            value = find_value(inside, name[at + 1 :]) if isinstance(inside, dict) else None
             if value is not None:
                 return value
     return None
@@ -160,21 +160,21 @@ def names_in(row: Mapping[str, object], keys: Keys) -> Iterator[str]:
     yield from row
     for key in keys.named:
         parent = key.rpartition(".")[0]
-        inside = _parsed(find(row, parent)) if parent and key not in row else None
+        inside = _parsed(find_value(row, parent)) if parent and key not in row else None
         if isinstance(inside, dict | list):
             names = inside if isinstance(inside, dict) else range(len(inside))
             yield from (f"{parent}.{name}" for name in names)
 
 
 def column_of(name: str | None, columns: Iterable[str]) -> str | None:
-    """Returns the column in which `find` looks for a name first."""
+    """Returns the column in which `find_value` looks for a name first."""
     there = set(columns)
     while name and name not in there:
         name = name.rpartition(".")[0]
     return name or None
 
 
-def check_names(columns: Iterable[str], where: str) -> None:
+def check_column_names(columns: Iterable[str], where: str) -> None:
     columns = list(columns)
     twice = [name for name in dict.fromkeys(columns) if columns.count(name) > 1]
     if twice:
@@ -200,7 +200,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def kind(value: object) -> str:
-    """Returns what kind of value this is, for error messages."""
+    """Describes a value for error messages, as in "a list"."""
     kinds: dict[type, str] = {
         dict: "an object",
         list: "a list",
@@ -213,7 +213,7 @@ def kind(value: object) -> str:
     return kinds.get(type(value), fallback)
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Converts a value of a table or of Python, such as a row, to what JSON would have.
 
     NaN and what pandas has for a missing value are None. Dates and times are their ISO text, a
@@ -225,9 +225,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, float | Decimal):
         return None if math.isnan(value) else float(value) if isinstance(value, float) else value
     if isinstance(value, Mapping):
-        return {name: one if type(one) in _AS_IT_IS else plain(one) for name, one in value.items()}
+        return {
+            name: one if type(one) in _AS_IT_IS else as_json(one) for name, one in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [one if type(one) in _AS_IT_IS else plain(one) for one in value]
+        return [one if type(one) in _AS_IT_IS else as_json(one) for one in value]
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
     if isinstance(value, datetime) and value.time() == time() and value.tzinfo is None:
@@ -235,9 +237,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, np.floating):
-        return plain(float(str(value)))  # the digits that its own width has
+        return as_json(float(str(value)))  # the digits that its own width has
     if isinstance(value, np.generic | np.ndarray):
-        return plain(value.tolist())
+        return as_json(value.tolist())
     return value
 
 
@@ -286,7 +288,7 @@ def _prompt(
     row: Mapping[str, object], keys: Keys, where: str
 ) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
     """Returns the prompt, and the turns of the completion where the row has it as messages."""
-    given, chat = _chat(find(row, keys.prompt)), _parsed(find(row, keys.messages))
+    given, chat = _chat(find_value(row, keys.prompt)), _parsed(find_value(row, keys.messages))
     if keys.prompt == keys.messages and given is not None:
         given, chat = (given, None) if isinstance(given, str) else (None, given)
     if given is not None and chat is not None:
@@ -299,7 +301,7 @@ def _prompt(
         if empty:
             raise UserError(f"{where}: {listed(map(str, empty))} is null: the row has no prompt")
         raise no_prompt(row, keys, where, "the row")
-    end = _chat(find(row, keys.completion))
+    end = _chat(find_value(row, keys.completion))
     turns = _messages(end, keys.completion, where) if isinstance(end, list | dict) else ()
     roles = [turn["role"] for turn in turns]
     if isinstance(end, list | dict) and not (roles and roles[0] == roles[-1] == "assistant"):
@@ -409,7 +411,7 @@ def _message(given: object, place: str) -> Message:
 
 
 def _flag(value: object, place: str) -> bool:
-    """Returns what a field of LEARNED says; blank text is as good as none."""
+    """Reads a field of LEARNED; blank text is as good as none."""
     flag = True if isinstance(value, str) and not value.strip() else None
     if isinstance(value, str | bool | int | float):
         flag = _FLAGS.get(str(value).strip().lower(), flag)
@@ -457,7 +459,7 @@ def _joined(parts: list[Any], place: str) -> str:
 
 def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObject, ...]:
     """Returns the JSON schemas of a row, given as a list or its text; null is as good as none."""
-    given = _parsed(find(row, keys.tools))
+    given = _parsed(find_value(row, keys.tools))
     if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
         return ()
     tools = [_parsed(tool) for tool in given] if isinstance(given, list) else [None]
@@ -472,7 +474,7 @@ def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObjec
 
 def _arguments(row: Mapping[str, object], keys: Keys, where: str) -> Mapping[str, object]:
     """Returns the arguments that the row has for the chat template."""
-    place, given = f"{where}: `{keys.arguments}`", _parsed(find(row, keys.arguments))
+    place, given = f"{where}: `{keys.arguments}`", _parsed(find_value(row, keys.arguments))
     if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
         return {}
     if not isinstance(given, dict):
@@ -491,7 +493,7 @@ def _field(
     where: str,
     way: str = "messages are read too",
 ) -> str | None:
-    value = find(row, name)
+    value = find_value(row, name)
     if value is not None and not isinstance(value, str):
         raise UserError(f"{where}: `{name}` must be text, it is {kind(value)} ({way})")
     if value is not None:
@@ -509,7 +511,7 @@ def _digits(value: object) -> str:
 
 def _answer(row: Mapping[str, object], keys: Keys, where: str) -> object:
     """Returns the reference answer, a text or a number; blank text is as good as none."""
-    value = find(row, keys.answer)
+    value = find_value(row, keys.answer)
     if isinstance(value, Number) and not isinstance(value, bool):
         return value
     if value is not None and not isinstance(value, str):

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.data.example import Example, JsonObject, Part, Split
 from jaxrl.data.jsonl import JsonlFile, RowList, open_csv, open_json
-from jaxrl.data.rows import KEYS, OPTIONAL, Keys, check_names, kind, listed
+from jaxrl.data.rows import KEYS, OPTIONAL, Keys, check_column_names, kind, listed
 from jaxrl.data.tables import (
     GroupCache,
     ParquetReader,
@@ -178,7 +178,7 @@ def listed_rows(rows: Rows, label: str) -> Rows:
             return list(rows)
         return rows if form["output_all_columns"] else rows.select_columns(form["columns"])
     elif hasattr(rows, "columns") and hasattr(rows, "iloc"):
-        check_names(rows.columns, f"{label}: {type(rows).__name__}")
+        check_column_names(rows.columns, f"{label}: {type(rows).__name__}")
         return rows.to_dict("records")
     elif isinstance(rows, str | bytes):
         pass
@@ -322,7 +322,7 @@ def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
         raise UserError(f"{place}: the folder holds {wrong}")
     by_split: dict[str, list[Path]] = {}
     for path in files:
-        by_split.setdefault(split_of(PurePath(path.name)), []).append(path)
+        by_split.setdefault(split_in_path(PurePath(path.name)), []).append(path)
     return by_split
 
 
@@ -501,7 +501,7 @@ def _layout_of_paths(there: Sequence[str], folder: str | None = None) -> Layout:
     suffix = next((suffix for suffix in SUFFIXES for path in paths if path.suffix == suffix), None)
     for path in (path for path in paths if path.suffix == suffix):
         below = path.relative_to(folder or "")
-        split = split_of(below)
+        split = split_in_path(below)
         folders = [name for name in below.parts[:-1] if split not in (name, *_words(name))]
         config = next((name for name in reversed(folders) if name != "data"), "default")
         config = config if folder is None else "default"
@@ -510,7 +510,7 @@ def _layout_of_paths(there: Sequence[str], folder: str | None = None) -> Layout:
     return {name: splits for name, splits in named.items() if any(splits)} or unnamed
 
 
-def split_of(path: PurePath) -> str:
+def split_in_path(path: PurePath) -> str:
     """Returns the split that the name of a file, or of a folder that it is in, says as `datasets`
     reads them: a word such as `train` or `validation` between the ends, digits, spaces and marks.
     Words of several splits make a name of all of them.

@@ -24,7 +24,7 @@ _QUOTED = MARK.encode("ascii", "backslashreplace").decode()
 """The mark as `repr` and JSON of ASCII characters write it."""
 
 
-def marked(value: Any, tokens: Collection[str]) -> Any:
+def mark_tokens(value: Any, tokens: Collection[str]) -> Any:
     """Returns a text, or a value of JSON with all its texts, in which the spellings of tokens are
     marked. Raises UserError for a text with half of a surrogate pair in the mark's place."""
     if isinstance(value, str):
@@ -35,8 +35,8 @@ def marked(value: Any, tokens: Collection[str]) -> Any:
         starts = f"(?=(?:{'|'.join(map(re.escape, tokens))}))."
         return re.sub(starts, lambda match: match[0] + MARK, value, flags=re.DOTALL)
     if isinstance(value, Mapping):
-        return {marked(key, tokens): marked(one, tokens) for key, one in value.items()}
-    return [marked(one, tokens) for one in value] if isinstance(value, list | tuple) else value
+        return {mark_tokens(key, tokens): mark_tokens(one, tokens) for key, one in value.items()}
+    return [mark_tokens(one, tokens) for one in value] if isinstance(value, list | tuple) else value
 
 
 def with_marked_ends(
@@ -75,7 +75,7 @@ def _parts(tokens: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...], fr
     return tuple(heads), tuple({token[at:] for token, at in ends}), frozenset(parts)
 
 
-def unmarked(text: str) -> str:
+def remove_marks(text: str) -> str:
     """Returns a text, or a message that quotes one, without marks."""
     return text.replace(MARK, "").replace(_QUOTED, "")
 

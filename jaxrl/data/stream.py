@@ -108,7 +108,7 @@ class PromptStream:
         that of the teacher too long."""
         if not len(self._rows):
             raise self._all_too_long(source)
-        self._row_at = in_passes(self._rows, (seed,), shuffle)
+        self._row_at = order_in_passes(self._rows, (seed,), shuffle)
         if self._weights is not None:
             if len(self._weights) != len(parts):
                 raise UserError(
@@ -121,7 +121,7 @@ class PromptStream:
                 if not len(rows):
                     raise self._all_too_long(part)
             with about("data.weights"):
-                self._row_at = mixture(parts, self._weights, seed, shuffle)
+                self._row_at = mix_sources(parts, self._weights, seed, shuffle)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -373,8 +373,8 @@ _BLOCKS, _SOURCES = 1, 2
 """First of the seeds' second words. Never 0: numpy takes trailing zeros of a seed for nothing."""
 
 
-def in_passes(rows: np.ndarray, seed: tuple[int, ...], shuffle: bool) -> Callable[[int], int]:
-    """Returns what maps a position to its row: all rows once in each pass, each pass in an order of
+def order_in_passes(rows: np.ndarray, seed: tuple[int, ...], shuffle: bool) -> Callable[[int], int]:
+    """Makes a function from position to row: all rows once in each pass, each pass in an order of
     its own."""
 
     @lru_cache(maxsize=2)
@@ -391,10 +391,10 @@ def in_passes(rows: np.ndarray, seed: tuple[int, ...], shuffle: bool) -> Callabl
     return row
 
 
-def mixture(
+def mix_sources(
     rows: Sequence[np.ndarray], weights: Sequence[float], seed: int, shuffle: bool
 ) -> Callable[[int], int]:
-    """Returns what maps a position to its row, of several sources in fixed shares, each with passes
+    """Makes a function from position to row, of several sources in fixed shares, each with passes
     of its own.
 
     Positions come in blocks. Every block holds the same number of each source, so that the draws
@@ -407,7 +407,7 @@ def mixture(
         shuffle: False spreads the sources evenly within a block, rows as they stand.
     """
     counts = apportion(weights)
-    passes = [in_passes(each, (seed, _SOURCES + n), shuffle) for n, each in enumerate(rows)]
+    passes = [order_in_passes(each, (seed, _SOURCES + n), shuffle) for n, each in enumerate(rows)]
 
     @lru_cache(maxsize=2)
     def sources_and_draws(block: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.data.example import Example, JsonObject, Part
-from jaxrl.data.rows import Keys, check_names, column_of, names_in, no_prompt, plain, to_example
+from jaxrl.data.rows import (
+    Keys,
+    as_json,
+    check_column_names,
+    column_of,
+    names_in,
+    no_prompt,
+    to_example,
+)
 from jaxrl.errors import UserError
 from jaxrl.formats.opened import OpenedFile
 
@@ -46,7 +54,7 @@ class TablePart(Part):
             self._opened = [OpenedFile(path, sha256_of) for path in self._reader.files]
             self._decode = row_decoder(self._reader.schema, self._reader.features)
         self._columns = columns = list(self._reader.schema.names)
-        check_names(columns, self._place)
+        check_column_names(columns, self._place)
         if not any(column_of(name, columns) for name in (keys.prompt, keys.messages, keys.text)):
             raise no_prompt(columns, keys, self._place, "the table")
         if not len(self):
@@ -210,13 +218,13 @@ def dataset_splits(folder: str, label: str) -> list[str] | None:
 
 
 def features_in(schema: Any) -> Any:
-    """Returns what `datasets` says of the columns in an Arrow schema's metadata, or {}."""
+    """Reads what `datasets` says of the columns in an Arrow schema's metadata, or {}."""
     metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     return (metadata.get("info") or {}).get("features") or {}
 
 
 def row_decoder(schema: Any, features: Any) -> Callable[[JsonObject], JsonObject]:
-    """Returns what makes the row that was written of one that `to_pylist` gives.
+    """Makes a function from the row that `to_pylist` gives to the one that was written.
 
     The nulls are gone that a struct has for the fields which only other rows have; JSON is parsed,
     which `datasets` writes where objects are too unlike for a struct; maps are objects; a float32
@@ -227,11 +235,11 @@ def row_decoder(schema: Any, features: Any) -> Callable[[JsonObject], JsonObject
     """
     found = {field.name: _decoder(field.type, _inner(features, field.name)) for field in schema}
     decoders = {name: decode for name, decode in found.items() if decode is not None}
-    return lambda row: plain(row | {n: f(row[n]) for n, f in decoders.items() if n in row})
+    return lambda row: as_json(row | {n: f(row[n]) for n, f in decoders.items() if n in row})
 
 
 def _decoder(kind: Any, feature: Any) -> Callable[[Any], Any] | None:
-    """Returns what decodes a value of an Arrow type; None where there is nothing to do."""
+    """Makes the decoder of values of an Arrow type; None where there is nothing to do."""
     import pyarrow.types as types
 
     named = isinstance(feature, dict) and feature.get("_type") == "Json"

@@ -125,7 +125,7 @@ def solve(numbers: list[int], operators: str, largest: int) -> list[str] | None:
 
 
 def correction(prompt: str, completion: str) -> str:
-    """Returns what is wrong with a worked solution: its first wrong step and what that should have
+    """Names what is wrong with a worked solution: its first wrong step and what that should have
     been, as in `37+48-56=85-56`; "" where every step is right, and for what is not a sum."""
     expression = re.fullmatch(r"(\d+(?:[-+*]\d+)+)=", prompt)
     if expression is None:

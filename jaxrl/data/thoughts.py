@@ -28,7 +28,7 @@ _OPENING_TOKENS = 32
 
 
 def opened_thoughts(prompt: str) -> str:
-    """Returns what opens thoughts at the very end of a prompt, so that the turn begins in them;
+    """Finds what opens thoughts at the very end of a prompt, so that the turn begins in them;
     else ""."""
     opens = next(reversed(list(OPENS.finditer(prompt))), None)
     return "" if opens is None or prompt[opens.end() :].strip() else prompt[opens.start() :]

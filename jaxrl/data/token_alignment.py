@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.data.batch import DATA, pack, right_padded, width_of
+from jaxrl.data.batch import DATA, pack_sequences, padded_width, right_padded
 from jaxrl.data.chat_template import turn_tokens
-from jaxrl.data.spelled_tokens import encode_marked, marked
+from jaxrl.data.spelled_tokens import encode_marked, mark_tokens
 from jaxrl.data.thoughts import between_openings, opening_of
 from jaxrl.data.tokenizer import Tokenizer, adds_space, decode_text, encode_after
 from jaxrl.errors import UserError
@@ -134,7 +134,7 @@ class TokenBytes:
         for at, text in enumerate(texts):
             if any(name in text for name in self.unflagged):
                 names = frozenset(self.special)
-                rows[at] = [*encode_marked(self.tokenizer, marked(text, names), names)]
+                rows[at] = [*encode_marked(self.tokenizer, mark_tokens(text, names), names)]
         return rows
 
 
@@ -193,11 +193,11 @@ class Aligner:
         count, width = rollout.sequences.loss_mask.shape
         tokens = [row.tokens for row in rows]
         longest = max(map(len, prompts), default=0)
-        teacher_width = width_of(max(map(len, tokens), default=0), max_tokens, width_multiple)
-        sequences = pack(
+        teacher_width = padded_width(max(map(len, tokens), default=0), max_tokens, width_multiple)
+        sequences = pack_sequences(
             prompts,
             tokens,
-            prompt_width=width_of(longest, max_prompt_tokens, width_multiple),
+            prompt_width=padded_width(longest, max_prompt_tokens, width_multiple),
             completion_width=teacher_width,
             pad_id=0,  # the mask leaves padding out
             row_multiple=count,
@@ -351,17 +351,14 @@ class TeacherSamples:
 
 
 def _first_of_span(numbers: np.ndarray) -> np.ndarray:
-    """Returns whether a token is the first of its span."""
     return np.diff(numbers, prepend=-1) > 0
 
 
 def _common_bytes(first: bytes, second: bytes) -> int:
-    """Returns the number of bytes that both begin with."""
     return len(os.path.commonprefix([first, second]))
 
 
 def _decodable(text: bytes) -> str:
-    """Returns what can be decoded of a text that may end within a character."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -393,6 +390,5 @@ def _bytes_of_token(tokenizer: Tokenizer, role: str) -> Callable[[str], bytes]:
 
 
 def _sentencepiece(token: str) -> bytes:
-    """Returns the bytes of a piece, in which U+2581 stands for a space."""
     byte = BYTE.fullmatch(token)
     return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()

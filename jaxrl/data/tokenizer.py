@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data import chat_template
-from jaxrl.data.chat_template import has_template, render, turn_tokens, with_end_ids, without_end
+from jaxrl.data.chat_template import (
+    has_template,
+    render_text,
+    turn_tokens,
+    with_end_ids,
+    without_end,
+)
 from jaxrl.data.example import Message, is_learned
 from jaxrl.data.spelled_tokens import MARK, encode_marked
 from jaxrl.data.thoughts import CHANNELS, opening_of
@@ -56,7 +62,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     if place.suffix == ".gguf":
         from jaxrl.formats import gguf  # a tenth of a second
 
-        return gguf.load_tokenizer(place)
+        return gguf.read_tokenizer(place)
     if not hf.has_tokenizer(place):
         return None
     # It advises to install PyTorch, which nothing here needs.
@@ -195,7 +201,7 @@ def encode_completion(
 ) -> Encoded:
     """Returns the tokens of a prompt and of the completion that the data have for it.
 
-    Their text is that of the whole: of a chat the template's (`data.chat_template.split`), up to
+    Their text is that of the whole: of a chat the template's (`chat_template.split_chat`), up to
     the EOS that ends the last turn. After a text it is the whole completion, in which the tokens
     that it spells are tokens.
 
@@ -232,7 +238,7 @@ def encode_completion(
         completion = [{"role": "assistant", "content": _without_end(completion, ends)}]
     chat = [*messages, *completion]
     several = sum(message["role"] == "assistant" for message in completion) > 1
-    split = chat_template.split(tokenizer, chat, len(messages), ends, inputs, marked=several)
+    split = chat_template.split_chat(tokenizer, chat, len(messages), ends, inputs, marked=several)
     text, last, spaced = split.prompt, len(chat) - 1, adds_space(tokenizer)
     found: tuple[int, ...] = ()
     turns: list[Turn] = []
@@ -440,7 +446,7 @@ def check_same_prompts(
 
 
 def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: set[int]) -> None:
-    """Refuses a teacher that ends completions at other tokens than the student (`end_ids`).
+    """Refuses a teacher that ends completions at other tokens than the student (`completion_ends`).
 
     Args:
         student, teacher: EOS ids of the tokenizers.
@@ -461,7 +467,7 @@ def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: 
     )
 
 
-def end_ids(stated: Sequence[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def completion_ends(stated: Sequence[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Returns the tokens that end a completion, as vLLM has them: those that the model's config and
     generation config state, and the tokenizer's own."""
     own = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -504,8 +510,8 @@ def render_chat(
     add_generation_prompt: bool,
     inputs: TemplateInputs = NO_INPUTS,
 ) -> tuple[int, ...]:
-    """Renders messages as tokens with the tokenizer's chat template; raises as `render` does."""
-    return _ids(tokenizer, render(tokenizer, messages, add_generation_prompt, inputs))
+    """Renders messages as tokens with the tokenizer's chat template; raises as `render_text`."""
+    return _ids(tokenizer, render_text(tokenizer, messages, add_generation_prompt, inputs))
 
 
 def encode_text(tokenizer: Tokenizer | None, text: str, eos: bool = True) -> tuple[int, ...]:
@@ -663,12 +669,11 @@ class TurnEncoder:
         raise UserError(f"{', '.join(roles)} after a turn of the assistant: {errors[0]}")
 
     def _rest(self, messages: Sequence[Message], beside: str) -> str:
-        """Returns what the template renders after an assistant's message that is followed by
-        these."""
+        """Renders messages behind one of the assistant's, without that."""
         mark = _TURN
         while any(mark in message["content"] for message in messages):
             mark += "_"
         begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
         tools, arguments = json.loads(beside)
         inputs = TemplateInputs(tuple(tools), arguments)
-        return render(self._tokenizer, [*begun, *messages], True, inputs).partition(mark)[2]
+        return render_text(self._tokenizer, [*begun, *messages], True, inputs).partition(mark)[2]

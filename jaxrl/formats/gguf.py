@@ -660,7 +660,7 @@ PRE: dict[str, Pre] = {
 }
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
+def read_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a GGUF file, with its chat template."""
     file = open_gguf(path)
     with about(path), user_input("the metadata cannot be understood"):
@@ -668,7 +668,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
 
 
 def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
-    """Does what `load_tokenizer` does, for a file that is open.
+    """Does what `read_tokenizer` does, for a file that is open.
 
     Raises:
         UserError: a tokenizer model or a pre-tokenizer that is not supported.

@@ -345,7 +345,7 @@ class TokenizerFiles:
             from jaxrl.formats import gguf
 
             with tempfile.TemporaryDirectory() as made:
-                gguf.load_tokenizer(source).save_pretrained(made)
+                gguf.read_tokenizer(source).save_pretrained(made)
                 return TokenizerFiles.read(made)
         folder, contents = Path(source), dict[str, bytes]()
         for file in filter(Path.is_file, chain(*map(folder.glob, TOKENIZER_FILES))):
@@ -443,7 +443,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
 def safetensors_header(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: JsonObject | None = None
 ) -> bytes:
-    """Returns what stands in a file before the tensors, each given as name, dtype by the name that
+    """Makes what stands in a file before the tensors, each given as name, dtype by the name that
     it has there, shape and bytes."""
     header, at = dict(metadata or {}), 0
     for name, dtype, shape, size in tensors:
@@ -583,7 +583,7 @@ def sweep(final: Path) -> None:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Returns what `remove_model` would remove."""
+    """Lists the files that `remove_model` would remove."""
     if not folder.is_dir() or folder.is_symlink():
         return []
     return [file for file in folder.iterdir() if _is_model_file(file.name)]

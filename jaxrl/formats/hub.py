@@ -145,7 +145,7 @@ def pin(name: HubName) -> HubName:
 
 
 def folder(name: HubName) -> Path:
-    """Returns what describes a model: its config and tokenizer files in the cache, fetched where
+    """Finds what describes a model: its config and tokenizer files in the cache, fetched where
     they are not there. Of a name with a GGUF file: that file, which is all in one; of one in
     several files all of them are fetched. Raises UserError where the repository holds no model."""
     name = pin(name)
@@ -176,7 +176,7 @@ def folder(name: HubName) -> Path:
     return place
 
 
-def with_weights(name: HubName) -> Path:
+def fetch_weights(name: HubName) -> Path:
     """Returns `folder`, with the safetensors. Raises UserError where the repository has none."""
     name = pin(name)
     place = folder(name)
@@ -230,7 +230,7 @@ def is_commit(place: Path) -> bool:
     return bool(named) and place.resolve().is_relative_to(_cache())
 
 
-def is_whole(name: HubName, place: Path) -> bool:
+def has_all_weights(name: HubName, place: Path) -> bool:
     """Returns whether all safetensors of a pinned model are in its folder."""
     return not _lacking(name, place, _weight_files(name, place))
 
@@ -339,14 +339,14 @@ def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
     return [file for file in wanted if not is_there(file)]
 
 
-def environment() -> dict[str, str]:
+def hub_variables() -> dict[str, str]:
     """Returns the variables with which another host asks the same hub. Each has a cache and a token
     of its own."""
     names = ("HF_ENDPOINT", "HF_HUB_OFFLINE")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def weight_bytes(name: HubName) -> int:
+def size_of_weights(name: HubName) -> int:
     """Returns the bytes of a pinned model's weights, which need not be here."""
     sizes, path = files(name), name.rest.removeprefix("/")
     wanted = weights.gguf_parts(path) if path else _weight_files(name, folder(name))
@@ -538,7 +538,7 @@ class BadAnswer(Exception):
 
 
 def ask(name: HubName, call: Callable[[], T]) -> T:
-    """Returns what `call` returns, which asks the library about a name.
+    """Calls the library about a name.
 
     It runs in a thread: the library's own wait for its threads ends with the files that they are
     about, and a signal would be heard after minutes. While the hub asks to be left alone for a
@@ -723,7 +723,7 @@ def _why(name: HubName, error: BaseException) -> UserError:
 
 
 def _other_commits(name: HubName) -> str:
-    """Returns what to write where the cache has commits of a repository, and does not say which of
+    """Advises what to write where the cache has commits of a repository, and does not say which of
     them a branch or tag is: a download of one commit leaves no such note."""
     names = (path.name for path in (_storage(name) / SNAPSHOTS).glob("*"))
     found = sorted(filter(COMMIT.fullmatch, names))
@@ -772,7 +772,7 @@ def find_folder(path: str | os.PathLike[str], fetch: bool = False) -> Path:
     name = os.fspath(path)
     on_hub = model_name(name)
     if on_hub is not None:
-        return with_weights(on_hub) if fetch else folder(on_hub)
+        return fetch_weights(on_hub) if fetch else folder(on_hub)
     kind, colon, package = name.partition(":")
     if colon and kind == "package":
         root = package_folder(name, package)
@@ -813,10 +813,10 @@ def open_tensors(
     """Opens the tensors in a model's folder, after a check of their names and shapes. Those of a
     model on a hub whose weights are not here are fetched, and checked, once one is needed."""
     on_hub = model_name(name)
-    if on_hub is not None and not is_whole(pin(on_hub), place):
+    if on_hub is not None and not has_all_weights(pin(on_hub), place):
         return Unfetched(on_hub, read, shapes)
     tensors = read(place)
-    weights.check(tensors, shapes)
+    weights.check_shapes(tensors, shapes)
     return tensors
 
 
@@ -830,6 +830,6 @@ class Unfetched(weights.Derived):
 
     @cached_property
     def tensors(self) -> weights.Tensors:  # type: ignore[override]
-        found = self.open(with_weights(self.name))
-        weights.check(found, self.shapes)
+        found = self.open(fetch_weights(self.name))
+        weights.check_shapes(found, self.shapes)
         return found

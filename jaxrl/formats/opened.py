@@ -37,7 +37,7 @@ def has_changed(file: str | os.PathLike[str], why: object = "") -> UserError:
 
 
 def signature(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Returns what changes where a file is written, or another one put in its place."""
+    """Reads what changes where a file is written, or another one put in its place."""
     found = os.stat(path)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

@@ -102,7 +102,7 @@ class Adapter(weights.Derived):
 
 
 def read_settings(folder: Path) -> tuple[Lora, str, Quantisation | None]:
-    """Returns what `adapter_config.json` says: the adapters, the name of the base model, and how
+    """Reads `adapter_config.json`: the adapters, the name of the base model, and how
     its kernels were quantised under them.
 
     Raises:
@@ -165,7 +165,7 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
             n_out, n_in = kernel_shapes[name]
             shapes = {"lora_A": (lora.rank, n_in), "lora_B": (n_out, lora.rank)}
             expected = {f"{_named(name)}.{key}.weight": shape for key, shape in shapes.items()}
-            weights.check(tensors, expected)
+            weights.check_shapes(tensors, expected)
             a, b = (
                 tensors.read(stored, (slice(0, rows), slice(0, columns))).astype(np.float32).T
                 for stored, (rows, columns) in expected.items()
@@ -213,7 +213,7 @@ def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:
     return found
 
 
-def load(
+def load_adapters(
     model: DecoderConfig,
     pairs: Mapping[str, Pair] | None,
     mesh: Mesh | None,
@@ -276,11 +276,11 @@ def save(
     first = jax.tree.leaves(adapters)[0]
     held = jax.tree.map(to_host, adapters)
     if is_primary(first.sharding.device_set):
-        write(folder, model, base, pairs_of(model, held), tokenizer_from, base_digest)
+        write_adapters(folder, model, base, pairs_of(model, held), tokenizer_from, base_digest)
     return Path(folder).resolve()
 
 
-def write(
+def write_adapters(
     folder: str | os.PathLike[str],
     model: DecoderConfig,
     base: str,
@@ -295,7 +295,7 @@ def write(
         tensors[f"{stored}.lora_A.weight"] = a.T
         tensors[f"{stored}.lora_B.weight"] = b.T
     with hf.replaced_folder(folder) as partial:
-        describe(partial, model, base, within)
+        write_settings(partial, model, base, within)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         noted = {} if base_digest is None else {BASE_DIGEST: base_digest}
         hf.write_safetensors(partial / WEIGHTS, shapes, tensors.__getitem__, "float32", noted)
@@ -304,7 +304,9 @@ def write(
     return Path(folder).resolve()
 
 
-def describe(folder: Path, model: DecoderConfig, base: str, within: str = Family.within) -> None:
+def write_settings(
+    folder: Path, model: DecoderConfig, base: str, within: str = Family.within
+) -> None:
     """Writes `adapter_config.json`; `within` is `Family.within` of what PEFT makes of the base."""
     lora, name = model.lora, model_name(base)
     assert lora is not None

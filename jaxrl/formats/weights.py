@@ -359,7 +359,7 @@ def held_against(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
     return config if all(map(same, bands)) else replace(config, tie_embeddings=False)
 
 
-def with_experts(tensors: Tensors, config: DecoderConfig) -> Tensors:
+def name_experts(tensors: Tensors, config: DecoderConfig) -> Tensors:
     """Returns the tensors of files under the names that the config's family has."""
     names = (name for name in tensor_shapes(config) if "experts." in name)
     as_named = all(tensors.shape(name) is not None for name in names)
@@ -368,7 +368,7 @@ def with_experts(tensors: Tensors, config: DecoderConfig) -> Tensors:
     return ExpertTensors(tensors, config.experts.count)
 
 
-def check(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raises a UserError for the first tensor that is missing or of another shape."""
     for name, shape in expected.items():
         found = tensors.shape(name)
@@ -409,7 +409,7 @@ def check_all_read(names: Iterable[str], config: DecoderConfig, tensors: Tensors
         )
 
 
-def load(
+def load_params(
     tensors: Tensors,
     config: DecoderConfig,
     mesh: Mesh | None = None,
@@ -425,7 +425,7 @@ def load(
     Raises:
         UserError: a tensor is missing or has another shape than `config` asks for.
     """
-    check(tensors, tensor_shapes(config))
+    check_shapes(tensors, tensor_shapes(config))
     abstract = abstract_params(config, jnp.dtype(dtype), layout)
     if mesh is not None:
         shardings = param_shardings(config, mesh, layout)
@@ -454,7 +454,7 @@ def load_head(
     place = Place((config.vocab_size, config.d_model), (name,))
     if mesh is not None:
         sharding = NamedSharding(mesh, param_specs(config, mesh.shape)["embed"]["embedding"])
-    check(tensors, stored_shapes([place]))
+    check_shapes(tensors, stored_shapes([place]))
     leaf = jax.ShapeDtypeStruct(place.shape, jnp.dtype(dtype), sharding=sharding)
     return read_parameter(tensors, place, leaf)
 
@@ -594,7 +594,7 @@ def load_encoder(
         path, transposed = f"layers/{rest}", rest.endswith("/kernel")
         names = tuple(f"{prefix}encoder.layer.{i}.{name}" for i in range(config.n_layers))
         places[path] = Place(shapes[path], names, len(names), transposed=transposed)
-    check(tensors, stored_shapes(places.values()))
+    check_shapes(tensors, stored_shapes(places.values()))
     layouts, values = {} if mesh is None else bert.specs(config, mesh.shape), {}
     for path, place in places.items():
         sharding = None if mesh is None else NamedSharding(mesh, layouts[path])

@@ -71,7 +71,7 @@ class RewardSource:
         self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32
     ) -> tuple[Params, jax.Array]:
         """Parameters (stacked) and the head [D] float32, which is whole on every device."""
-        params = weights.load(self.tensors, self.config, mesh, dtype)
+        params = weights.load_params(self.tensors, self.config, mesh, dtype)
         row = self.tensors.read(HEAD, (slice(0, 1), slice(0, self.config.d_model)))
         head = np.asarray(row[0]).astype(np.float32)
         if mesh is None:
@@ -94,7 +94,7 @@ def open_reward(path: str | os.PathLike[str]) -> RewardSource:
 
     def read(place: Path) -> weights.Tensors:
         files = open_weights(place)
-        tensors = weights.with_experts(files, config)
+        tensors = weights.name_experts(files, config)
         weights.check_all_read(files.names, config, tensors)
         return tensors
 

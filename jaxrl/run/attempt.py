@@ -370,7 +370,7 @@ def _describe_policy(job: Job, folder: Path) -> None:
     dtype = job.config.actor.param_dtype
     hf.write_description(folder, job.student.config, dtype, job.tokenizer_files)
     if job.student.config.lora is not None:
-        peft.describe(folder, job.student.config, job.student.base_name)
+        peft.write_settings(folder, job.student.config, job.student.base_name)
 
 
 def _scorer_metrics(job: Job, plan: Plan) -> dict[str, ScorerMetrics]:

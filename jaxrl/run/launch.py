@@ -153,7 +153,7 @@ def _start_in_ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
         lazy=setup.config.lazy,
         environment=worker_environment(setup.config.deterministic, setup.run_dir)
         | worker_share()
-        | hub.environment(),
+        | hub.hub_variables(),
         protocols=protocols(setup.config),
     )
     try:

@@ -66,8 +66,8 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
                     pins[repo] = hub.pin(name)
                 found = replace(pins[repo], rest=name.rest)
             if found.kind == "model":  # fetches what describes it
-                folder, size = hub.folder(found), hub.weight_bytes(found)
-                here = folder.is_file() or hub.is_whole(found, folder)
+                folder, size = hub.folder(found), hub.size_of_weights(found)
+                here = folder.is_file() or hub.has_all_weights(found, folder)
             else:
                 split, sizes = SPLIT_OF.get(key, "train"), hub.files(found)
                 size = sum(sizes[file] for file in split_files(found, split))
@@ -96,7 +96,7 @@ def fetch_models(config: Config) -> bool:
     models = [(key, name) for key, name in names if name.kind == "model"]
     for key, name in models:
         with about(key):
-            hub.with_weights(name)
+            hub.fetch_weights(name)
     return bool(models)
 
 

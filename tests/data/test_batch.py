@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxrl.data.batch import data_rollout, make_rollout, pack, width_of
+from jaxrl.data.batch import data_rollout, make_rollout, pack_sequences, padded_width
 from jaxrl.errors import UserError
 from jaxrl.types import Completion, Prompt, Sequences
 
@@ -22,7 +22,7 @@ def completion(*tokens: int) -> Completion:
 
 
 def unpack(sequences: Sequences) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The (prompt, completion) tokens of every row that has any: what `pack` was given."""
+    """The (prompt, completion) tokens of every row that has any: given to `pack_sequences`."""
     split = sequences.tokens.shape[1] - sequences.loss_mask.shape[1]
     return [
         (tuple(row[:split][real[:split]].tolist()), tuple(row[split:][real[split:]].tolist()))
@@ -32,18 +32,20 @@ def unpack(sequences: Sequences) -> list[tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def test_bucket_is_the_smallest_width_that_holds():
-    widths = sorted({width_of(n, 1000) for n in range(1001)})
+    widths = sorted({padded_width(n, 1000) for n in range(1001)})
     assert widths == [32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000]
     for n in range(1001):
-        assert width_of(n, 1000) == min(w for w in widths if w >= n)
-    assert width_of(3, 16) == 16
-    assert width_of(3, 15) == 16 and width_of(3, 15, 64) == 64  # what is allowed is rounded up too
+        assert padded_width(n, 1000) == min(w for w in widths if w >= n)
+    assert padded_width(3, 16) == 16
+    assert (
+        padded_width(3, 15) == 16 and padded_width(3, 15, 64) == 64
+    )  # what is allowed is rounded up too
     with pytest.raises(ValueError, match="17 tokens do not fit a width of at most 16"):
-        width_of(17, 16)
+        padded_width(17, 16)
 
 
 def test_layout_by_hand():
-    s = pack([[1, 2], [3]], [[4], [5, 6]], prompt_width=3, completion_width=2, pad_id=PAD)
+    s = pack_sequences([[1, 2], [3]], [[4], [5, 6]], prompt_width=3, completion_width=2, pad_id=PAD)
     assert s.tokens.tolist() == [[PAD, 1, 2, 4, PAD], [PAD, PAD, 3, 5, 6]]
     assert s.mask.astype(int).tolist() == [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
     assert s.loss_mask.astype(int).tolist() == [[1, 0], [1, 1]]
@@ -57,7 +59,7 @@ def test_unpacking_gives_back_what_was_packed():
         for _ in range(50)
     ]
     for multiple in (1, 8):
-        packed = pack(
+        packed = pack_sequences(
             [p for p, _ in rows],
             [c for _, c in rows],
             prompt_width=8,
@@ -73,18 +75,18 @@ def test_unpacking_gives_back_what_was_packed():
 def test_a_row_does_not_depend_on_the_others():
     prompts, completions = [[1, 2], [3], [4, 5, 6]], [[7], [8, 8], [7, 8, 7]]
     widths = {"prompt_width": 4, "completion_width": 3, "pad_id": PAD}
-    together = pack(prompts, completions, **widths)
+    together = pack_sequences(prompts, completions, **widths)
     for row in range(3):
-        alone = pack([prompts[row]], [completions[row]], **widths)
+        alone = pack_sequences([prompts[row]], [completions[row]], **widths)
         assert np.array_equal(alone.tokens[0], together.tokens[row])
         assert np.array_equal(alone.mask[0], together.mask[row])
 
 
 def test_nothing_is_cut_in_silence():
     with pytest.raises(ValueError, match="could not broadcast"):
-        pack([[1, 2, 3]], [[1]], prompt_width=2, completion_width=2, pad_id=PAD)
+        pack_sequences([[1, 2, 3]], [[1]], prompt_width=2, completion_width=2, pad_id=PAD)
     with pytest.raises(ValueError, match="zip"):
-        pack([[1]], [], prompt_width=2, completion_width=2, pad_id=PAD)
+        pack_sequences([[1]], [], prompt_width=2, completion_width=2, pad_id=PAD)
 
 
 def test_rollout_rows_groups_and_logprobs():

@@ -30,7 +30,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from jaxrl.config.schema import Config
 from jaxrl.data import chat_template
 from jaxrl.data.batch import data_rollout
-from jaxrl.data.chat_template import dated, program, render
+from jaxrl.data.chat_template import dated, program, render_text
 from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import Keys
@@ -481,10 +481,10 @@ def test_a_text_that_continues_gets_no_space_that_nobody_wrote(text: str) -> Non
 def test_the_date_of_a_template_is_the_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_of("{{ strftime_now('%d %b %Y %H:%M') + '\n' }}" + CHATML)
     monkeypatch.setattr(chat_template, "today", lambda: "2027-12-31")
-    assert render(tokenizer, [ASK]).startswith("31 Dec 2027 00:00\n")
+    assert render_text(tokenizer, [ASK]).startswith("31 Dec 2027 00:00\n")
     dated(tokenizer, "2026-02-03")
     monkeypatch.setattr(chat_template, "today", lambda: "2028-01-01")
-    assert render(tokenizer, [ASK]).startswith("03 Feb 2026 00:00\n")
+    assert render_text(tokenizer, [ASK]).startswith("03 Feb 2026 00:00\n")
 
 
 OUTSIDE = {
@@ -498,7 +498,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_template_that_leaves_jinjas_sandbox_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="the chat template refuses messages of user: .{10}"):
-        render(tiny_tokenizer(OUTSIDE[name]), [ASK])
+        render_text(tiny_tokenizer(OUTSIDE[name]), [ASK])
 
 
 def test_memory_that_a_template_does_not_get_is_named() -> None:
@@ -510,7 +510,7 @@ def test_memory_that_a_template_does_not_get_is_named() -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="user: MemoryError"):
         patch.setattr(chat_template, "program", lambda text: Template())
-        render(tiny_tokenizer(), [ASK])
+        render_text(tiny_tokenizer(), [ASK])
 
 
 def test_a_normalizer_that_doubles_is_refused(tmp_path: Any) -> None:

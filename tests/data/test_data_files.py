@@ -18,7 +18,7 @@ import pytest
 
 from jaxrl.data.example import Part
 from jaxrl.data.rows import Keys
-from jaxrl.data.source import Source, open_source, split_of
+from jaxrl.data.source import Source, open_source, split_in_path
 from jaxrl.data.tables import GroupCache, ParquetReader
 from jaxrl.errors import UserError
 
@@ -209,12 +209,12 @@ SPLIT_NAMES = {
 def test_the_name_of_a_file_or_a_folder_says_its_split():
     for split, names in SPLIT_NAMES.items():
         for name in names.split():
-            assert split_of(PurePath(f"{name}.jsonl")) == split, name
+            assert split_in_path(PurePath(f"{name}.jsonl")) == split, name
             if "-of-" not in name:
-                assert split_of(PurePath(f"data/{name}/part-00000-of-00001.csv")) == (
+                assert split_in_path(PurePath(f"data/{name}/part-00000-of-00001.csv")) == (
                     split or "part"
                 )
-                assert split_of(PurePath(f"{name}/x.jsonl")) == split
+                assert split_in_path(PurePath(f"{name}/x.jsonl")) == split
 
 
 def test_a_folder_never_trains_on_what_its_names_hold_out(tmp_path):

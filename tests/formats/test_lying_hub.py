@@ -123,7 +123,7 @@ def test_no_header_of_a_hub_names_a_file_outside_of_the_cache(
                 hub.lies["Location"] = f"file://{form}"
             forget()
             try:
-                hub_module.with_weights(pinned(name))
+                hub_module.fetch_weights(pinned(name))
             except UserError as error:
                 assert "\n" not in str(error), str(error)
             assert everything(tmp_path, cache, cache.parent) == before, (header, form)

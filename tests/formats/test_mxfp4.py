@@ -51,7 +51,7 @@ def test_bytes_are_the_numbers_that_transformers_reads() -> None:
 def test_a_released_checkpoint_computes_what_transformers_does(tmp_path: Path) -> None:
     """And is exported as floats, which are the same weights."""
     config = hf.read_config(released(tmp_path))
-    params = weights.load(hf.SafetensorsFolder(tmp_path), config)
+    params = weights.load_params(hf.SafetensorsFolder(tmp_path), config)
     tokens, mask = batch(config.vocab_size)
     hidden = jax.jit(decoder.forward, static_argnums=0)(config, params, tokens, mask)
     logits = np.asarray(decoder.logits(config, params, hidden))
@@ -62,7 +62,7 @@ def test_a_released_checkpoint_computes_what_transformers_does(tmp_path: Path) -
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     stored = safetensors.numpy.load_file(out / "model.safetensors")
     assert {name: value.shape for name, value in stored.items()} == weights.tensor_shapes(config)
-    again = weights.load(hf.SafetensorsFolder(out), config)
+    again = weights.load_params(hf.SafetensorsFolder(out), config)
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
@@ -71,12 +71,12 @@ def test_each_device_reads_its_own_part(layout: parameters.Layout, tmp_path: Pat
     """Parameters that alternate by columns are read by columns, and none twice."""
     tensors = hf.SafetensorsFolder(released(tmp_path))
     config, mesh = hf.read_config(tmp_path), make_mesh(1, 2, 2, 1, 2)
-    expected = weights.load(tensors, config, layout=layout)
-    sharded = weights.load(tensors, config, mesh, layout=layout)
+    expected = weights.load_params(tensors, config, layout=layout)
+    sharded = weights.load_params(tensors, config, mesh, layout=layout)
     jax.tree.map(np.testing.assert_array_equal, sharded, expected)
     index = {name: tuple(map(slice, s)) for name, s in weights.tensor_shapes(config).items()}
     memory = Memory({name: tensors.read(name, whole) for name, whole in index.items()})
-    weights.load(memory, config, mesh, layout=layout)
+    weights.load_params(memory, config, mesh, layout=layout)
     for name, value in memory.values.items():
         assert sum(n for read, n in memory.reads if read == name) == value.size, name
     parts = {n for read, n in memory.reads if read == DOWN}
@@ -113,4 +113,4 @@ def test_the_host_holds_one_expert_in_float32() -> None:
 def test_what_is_no_mxfp4_is_named(changes: Any, message: str, tmp_path: Path) -> None:
     folder = released(tmp_path, **changes)
     with pytest.raises(UserError, match=message):
-        weights.load(hf.SafetensorsFolder(folder), hf.read_config(folder))
+        weights.load_params(hf.SafetensorsFolder(folder), hf.read_config(folder))

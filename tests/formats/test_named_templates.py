@@ -68,7 +68,7 @@ def test_what_is_written_has_all_templates(model: Path, tmp_path: Path) -> None:
     pair = np.ones((n_in, 2), np.float32), np.ones((2, n_out), np.float32)
     described = tmp_path / "described"
     hf.write_description(described, config, "float32", model)
-    adapters = peft.write(
+    adapters = peft.write_adapters(
         tmp_path / "adapters",
         source.with_lora(Lora(2, 2.0, ("q_proj",))).config,
         str(model),

@@ -120,7 +120,7 @@ def test_a_base_that_peft_cannot_load_is_said_with_what_to_do(folders, tmp_path,
     assert "base model" not in capfd.readouterr().err
     source = resolve_model("builtin:student").with_lora(Lora(2, 4.0, ("q_proj",), "default"))
     pairs = peft.pairs_of(source.config, source.load_adapters(None, np.float32, 0))
-    peft.write(tmp_path / "own", source.config, source.base_name, pairs)
+    peft.write_adapters(tmp_path / "own", source.config, source.base_name, pairs)
     export(tmp_path / "own", tmp_path / "out", adapters=True)
     told = capfd.readouterr().err
     assert "its base model builtin:student is none that PEFT can load" in told
@@ -174,7 +174,7 @@ def test_other_adapters_are_refused_in_one_line(folders, tmp_path, settings, mes
 def test_a_base_model_on_the_hub_has_a_name_and_a_revision(folders, tmp_path):
     sha = "0123456789" * 4
     config = resolve_model(folders[1]).with_lora(resolve_model(folders[1]).adapter.lora).config
-    peft.describe(tmp_path, config, f"Qwen/Qwen3-8B@main@{sha}")
+    peft.write_settings(tmp_path, config, f"Qwen/Qwen3-8B@main@{sha}")
     settings = json.loads((tmp_path / peft.CONFIG).read_text())
     assert settings["base_model_name_or_path"] == "Qwen/Qwen3-8B" and settings["revision"] == sha
     assert peft.read_settings(tmp_path)[1] == f"Qwen/Qwen3-8B@{sha}"
@@ -311,13 +311,13 @@ def test_each_expert_has_a_pair_in_the_file(mixture):
 def test_layers_of_two_kinds_have_each_their_adapters(targets):
     """What is written of blocks that hold other projections each is what is loaded of it."""
     config = replace(tiny_config("qwen3_5"), lora=Lora(2, 6.0, tuple(targets)))
-    first = jax.tree.map(np.asarray, peft.load(config, None, None, np.float32, 5))
+    first = jax.tree.map(np.asarray, peft.load_adapters(config, None, None, np.float32, 5))
     moved = jax.tree.map(
         lambda x: x + np.linspace(0, 1, x.size, dtype="f4").reshape(x.shape), first
     )
     pairs = peft.pairs_of(config, moved)
     assert sum(x.size for pair in pairs.values() for x in pair) == config.n_trained
-    again = peft.load(config, pairs, None, np.float32, 0)
+    again = peft.load_adapters(config, pairs, None, np.float32, 0)
     assert jax.tree.structure(again) == jax.tree.structure(moved)
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(moved)))
     names = {name.split(".")[2] + "." + name.split(".")[-2] for name in pairs}
@@ -329,7 +329,7 @@ def test_a_file_of_any_family_is_read_as_it_was_written(tmp_path, name):
     """Also where a projection has other shapes in some layers than in others."""
     config = replace(tiny_config(name), lora=Lora(2, 6.0))
     pairs = peft.pairs_of(config, jax.tree.map(np.asarray, random_adapters(config)))
-    folder = peft.write(tmp_path / "final", config, "org/base", pairs)
+    folder = peft.write_adapters(tmp_path / "final", config, "org/base", pairs)
     lora, again = peft.read_pairs(folder, config.base, config.lora)
     assert lora == config.lora
     assert set(peft.read_settings(folder)[0].targets) == set(lora.targets)
@@ -351,7 +351,7 @@ def test_names_are_those_of_the_model_that_peft_makes_of_the_base(tmp_path, name
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     config = replace(tiny_config(name), lora=Lora(2, 6.0, ("q_proj", "o_proj")))
     pairs = peft.pairs_of(config, jax.tree.map(np.asarray, random_adapters(config)))
-    folder = peft.write(tmp_path / "final", config, str(tmp_path), pairs)
+    folder = peft.write_adapters(tmp_path / "final", config, str(tmp_path), pairs)
     stored = safetensors.numpy.load_file(folder / peft.WEIGHTS)
     modules = {one.removeprefix("base_model.model.").rpartition(".lora_")[0] for one in stored}
     assert all(module.startswith(start) for module in modules)

@@ -34,7 +34,7 @@ from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config import cli
-from jaxrl.data.chat_template import render
+from jaxrl.data.chat_template import render_text
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.interrupt import Interrupted
 from jaxrl.report.html_page import facts
@@ -195,7 +195,7 @@ def test_a_template_shows_the_date_on_which_the_run_began(tmp_path, monkeypatch)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "once")
     assert Config.load(tmp_path / "stopped" / "config.yaml").data.chat_date == "2026-11-25"
     final = load_model(str(tmp_path / "stopped"))
-    prompt = render(final.tokenizer, [{"role": "user", "content": "1+1"}])
+    prompt = render_text(final.tokenizer, [{"role": "user", "content": "1+1"}])
     assert prompt.startswith("251126<|im_start|>")
     job = prepare(resolve_model(str(tmp_path / "stopped")), None, [f"data.eval={data}"], None)
     shown = [job.tokenizer.decode(one.tokens) for held_out in job.sets for one in held_out.prompts]

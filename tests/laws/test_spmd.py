@@ -59,7 +59,7 @@ def tensors(name: str) -> Memory:
 def model_of(name: str, mesh: Mesh, layout: str = "stacked") -> tuple[DecoderConfig, Any]:
     """A config and float32 parameters of random numbers."""
     model = model_config(name)
-    return model, weights.load(tensors(name), model, mesh, jnp.float32, layout)
+    return model, weights.load_params(tensors(name), model, mesh, jnp.float32, layout)
 
 
 def config(signal: str = "hidden") -> Config:
@@ -269,7 +269,9 @@ def check(tmp_path: Path, count: int, devices: int, sizes: list[int], signal: st
     exported = hf.read_config(many / "model")
     assert exported == model_config(STUDENT)
     close(
-        on_host(weights.load(hf.SafetensorsFolder(many / "model"), exported)), told[0]["params"], 0
+        on_host(weights.load_params(hf.SafetensorsFolder(many / "model"), exported)),
+        told[0]["params"],
+        0,
     )
 
 

@@ -117,7 +117,7 @@ def scored(
     mesh = None if axes is None else make_mesh(*axes)
     config = tiny_config("qwen3_5").with_layers(layers)
     tensors = Memory(tiny_tensors("qwen3_5", config=config))
-    params = weights.load(tensors, config, mesh, jnp.float32)
+    params = weights.load_params(tensors, config, mesh, jnp.float32)
     tokens = np.concatenate([PROMPTS, COMPLETIONS], 1).astype(np.int32)
     mask = np.concatenate([REAL, LIVE], 1)
 

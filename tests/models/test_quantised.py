@@ -136,7 +136,7 @@ def test_it_computes_what_floats_of_the_same_values_compute(model, kind):
     mixture the experts too are quantised, and the router is not."""
     float_config, tensors = drawn(model)
     config = replace(float_config, quantised=kind)
-    base, adapters = weights.load(tensors, config.base), random_adapters(config)
+    base, adapters = weights.load_params(tensors, config.base), random_adapters(config)
     floats = merge(join(base, adapters), 0.0)
     if config.experts is not None:
         mlp = base["layers"]["mlp"]
@@ -154,7 +154,7 @@ def test_it_computes_what_floats_of_the_same_values_compute(model, kind):
     none = jax.tree.map(np.zeros_like, jax.device_get(adapters))  # that program again, without any
     (_, same), _ = jax.device_get(on_floats(whole, none))
     np.testing.assert_allclose(logits[:3][mask], same[:3][mask], atol=1e-4)
-    (_, plain), _ = jax.device_get(on_floats(weights.load(tensors, config.plain), none))
+    (_, plain), _ = jax.device_get(on_floats(weights.load_params(tensors, config.plain), none))
     assert np.abs(plain - same)[:3][mask].max() > 1e-2
 
 
@@ -163,7 +163,7 @@ def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
     plain = tiny_config(name).with_layers((0,))
     config = replace(plain, lora=LORA, quantised="nf4")
     tensors = Memory(tiny_tensors(name, config=plain))
-    base = weights.load(tensors, config.base, layout="unstacked")
+    base = weights.load_params(tensors, config.base, layout="unstacked")
     adapters = parameters.unstack(jax.device_get(random_adapters(config)))
     params = join(base, adapters)
     tokens = np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)).astype(np.int32)
@@ -196,8 +196,8 @@ def test_devices_hold_parts_and_compute_the_same(model, kind, axes):
     values on one device compute the same."""
     config, mesh = replace(model, quantised=kind), make_mesh(*axes)
     tensors = Drawn(config)
-    one = weights.load(tensors, config.base)
-    many = weights.load(tensors, config.base, mesh)
+    one = weights.load_params(tensors, config.base)
+    many = weights.load_params(tensors, config.base, mesh)
     assert all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(many)))
     mlp, heads = many["layers"]["mlp"], many["layers"]["attn"]["o"]["kernel_scale"]
     parts = (256 // 64 // axes[2], 256 // axes[1])

@@ -19,7 +19,7 @@ from tiny_models import random_adapters, random_params
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.config.schema import Config
-from jaxrl.data.batch import pack
+from jaxrl.data.batch import pack_sequences
 from jaxrl.errors import RunError
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.config import DecoderConfig
@@ -66,7 +66,7 @@ def sequences(rows=12, seed=0):
     prompts = [tokens(2, 6) for _ in range(rows)]
     completions = [tokens(1, 8) for _ in range(rows)]
     widths = {"prompt_width": 6, "completion_width": 8}
-    return pack(prompts, completions, **widths, pad_id=0, row_multiple=8)
+    return pack_sequences(prompts, completions, **widths, pad_id=0, row_multiple=8)
 
 
 def batch(rows=12, poison=False):

@@ -78,7 +78,7 @@ def tiny_model(
 ) -> tuple[Any, Any]:
     """Config and float32 parameters: those of the reference, or of a seed."""
     config, tensors = tiny_config(name), Memory(tiny_tensors(name, seed))
-    return config, weights.load(tensors, config, mesh, jnp.float32, layout)
+    return config, weights.load_params(tensors, config, mesh, jnp.float32, layout)
 
 
 def model_of_its_kinds(name: str, layout: str = "stacked") -> tuple[Any, Any]:
@@ -89,14 +89,14 @@ def model_of_its_kinds(name: str, layout: str = "stacked") -> tuple[Any, Any]:
     if len(kinds) > 1:
         config = replace(config, n_layers=len(kinds), kinds=kinds)
     tensors = Memory(tiny_tensors(name, config=config))
-    return config, weights.load(tensors, config, None, jnp.float32, layout)
+    return config, weights.load_params(tensors, config, None, jnp.float32, layout)
 
 
 def model_of_layers(name: str, keep: tuple[int, ...], layout: str = "stacked") -> tuple[Any, Any]:
     """As `tiny_model`, with layers of the kinds of these alone."""
     config = tiny_config(name).with_layers(keep)
     tensors = Memory(tiny_tensors(name, config=config))
-    return config, weights.load(tensors, config, None, jnp.float32, layout)
+    return config, weights.load_params(tensors, config, None, jnp.float32, layout)
 
 
 def random_params(config: DecoderConfig, seed: int = 0, layout: str = "stacked") -> Any:

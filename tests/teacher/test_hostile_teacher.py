@@ -23,7 +23,7 @@ from tiny_models import tiny_config
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl.config.schema import Config
-from jaxrl.data.batch import pack
+from jaxrl.data.batch import pack_sequences
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.wall_clock import TEMPORARY
 from jaxrl.teacher import remote
@@ -148,7 +148,7 @@ def meet(made: Config) -> None:
 def sequences() -> Any:
     rows = [[3, 4, 5], [4, 5, 6, 7]]
     sizes = {"prompt_width": T - C, "completion_width": C, "pad_id": 0, "row_multiple": 1}
-    return pack(rows, [[5, 6, 7, 8], [6, 7]], **sizes)
+    return pack_sequences(rows, [[5, 6, 7, 8], [6, 7]], **sizes)
 
 
 def topk() -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ import pytest
 from tiny_models import Memory, make_mesh, tiny_config, tiny_tensors
 
 from jaxrl.checkpoint.model_source import ModelSource
-from jaxrl.data.batch import pack
+from jaxrl.data.batch import pack_sequences
 from jaxrl.process.http_server import Limits
 from jaxrl.teacher import server as server_module
 from jaxrl.teacher.protocol import Options, Request, read_request, write_request
@@ -52,7 +52,9 @@ def fresh(service: ScoringService) -> ScoringService:
 def sequences() -> Sequences:
     rows = np.random.RandomState(3).randint(3, V, (2, 12)).tolist()
     prompts, completions = [row[:5] for row in rows], [row[5:] for row in rows]
-    return pack(prompts, completions, prompt_width=5, completion_width=7, pad_id=0, row_multiple=1)
+    return pack_sequences(
+        prompts, completions, prompt_width=5, completion_width=7, pad_id=0, row_multiple=1
+    )
 
 
 def options(**changed: Any) -> Options:

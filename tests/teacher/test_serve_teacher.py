@@ -38,7 +38,7 @@ from jaxrl.config.cli import run
 from jaxrl.config.roles import NamedTeacherConfig, TeacherConfig
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
-from jaxrl.data.batch import pack
+from jaxrl.data.batch import pack_sequences
 from jaxrl.errors import NotFinite, UserError
 from jaxrl.models import decoder, parameters
 from jaxrl.process.http_server import Limits
@@ -171,7 +171,7 @@ def rollout() -> Rollout:
     draw = lambda n: random.randint(3, V, n).tolist()  # noqa: E731
     prompts = [draw(n) for n in (5, 2, 3, 4, 1)]
     completions = [draw(n) for n in (7, 1, 5, 6, 3)]
-    sequences = pack(
+    sequences = pack_sequences(
         prompts, completions, prompt_width=5, completion_width=7, pad_id=0, row_multiple=2
     )
     ids = np.argsort(random.rand(6, 7, V), -1)[..., :K].astype(np.int32)
