@@ -642,6 +642,8 @@ def shows_tools(tokenizer: Any, messages: Sequence[Message], inputs: TemplateInp
 
 def unread_arguments(tokenizer: Any, inputs: TemplateInputs) -> list[str]:
     """Returns a note for each argument that the template does not read."""
+    if not inputs.arguments:
+        return []
     read = _names_read(tokenizer.get_chat_template(tools=list(inputs.tools) or None))
     return [
         f"the chat template does not read its argument `{name}`{near(name, read)}: it changes"

@@ -10,35 +10,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from string import Formatter
-from typing import Literal
+from typing import Any, Literal
 from unicodedata import normalize
 
 from jaxrl.config.roles import template_names
-from jaxrl.data.chat_template import (
-    Unrendered,
-    has_template,
-    holds_turns,
-    shows_tools,
-    unread_arguments,
-    with_end_ids,
-)
+from jaxrl.data import chat_template
+from jaxrl.data import tokenizer as tokenizers
+from jaxrl.data.chat_template import Unrendered
 from jaxrl.data.example import Example, Message, is_learned
 from jaxrl.data.rows import KEYS, Keys, listed
 from jaxrl.data.source import Source
 from jaxrl.data.thoughts import OTHER_THOUGHTS, THOUGHT_FIELDS, opening_of
-from jaxrl.data.tokenizer import (
-    Encoded,
-    PromptLike,
-    Tokenizer,
-    TurnEncoder,
-    as_messages,
-    check_rows,
-    cut_turns,
-    encode_completion,
-    encode_prompt,
-    tokens_without_row,
-    with_opening,
-)
+from jaxrl.data.tokenizer import Encoded, PromptLike, Tokenizer, TurnEncoder
 from jaxrl.errors import UserError, about, near
 from jaxrl.types import NO_INPUTS, Prompt, Rollout, TemplateInputs, Turn
 
@@ -156,17 +139,17 @@ class PromptEncoder:
     def __post_init__(self) -> None:
         if self.tokenizer is None:
             raise UserError("data: prompts need a tokenizer, and the student's folder has none")
-        with_end_ids(self.tokenizer, self.eos_ids)
-        if self.system_prompt is not None and not has_template(self.tokenizer):
+        chat_template.with_end_ids(self.tokenizer, self.eos_ids)
+        if self.system_prompt is not None and not chat_template.has_template(self.tokenizer):
             raise UserError(
                 "data.system_prompt is set, but the student's tokenizer has no chat template to "
                 "put it in; unset it"
             )
-        chats = self.chat == "auto" and has_template(self.tokenizer)
+        chats = self.chat == "auto" and chat_template.has_template(self.tokenizer)
         if self.few_shot:  # rows that leave less than one token more than they take
             before = self.prompt_of(Example("")) if chats else self._text_before(self.few_shot)
             inputs = TemplateInputs(arguments=self.arguments)
-            taken = len(encode_prompt(self.tokenizer, before, inputs))
+            taken = len(tokenizers.encode_prompt(self.tokenizer, before, inputs))
             if taken >= self.max_prompt_tokens:
                 raise UserError(
                     f"data.few_shot: {len(self.few_shot)} rows take {taken} tokens, which leaves"
@@ -189,8 +172,8 @@ class PromptEncoder:
         shots = [shot for shot in self.few_shot if _question(shot.prompt) != asked]
         if isinstance(prompt, str):
             own = tokenizer or self.tokenizer
-            text = self.chat == "raw" or example.document or not has_template(own)
-            if text or holds_turns(own, f"{prompt}{example.completion or ''}"):
+            text = self.chat == "raw" or example.document or not chat_template.has_template(own)
+            if text or chat_template.holds_turns(own, f"{prompt}{example.completion or ''}"):
                 if self.samples and not prompt:
                     raise UserError(
                         "the row has a text alone (data.text_key), which is learned as a whole, and"
@@ -231,16 +214,20 @@ class PromptEncoder:
 
     def length(self, example: Example) -> int:
         """Returns the tokens of the student's prompt, whatever the limits."""
-        return len(encode_prompt(self.tokenizer, self.prompt_of(example), self.inputs_of(example)))
+        return len(
+            tokenizers.encode_prompt(
+                self.tokenizer, self.prompt_of(example), self.inputs_of(example)
+            )
+        )
 
     def encode(self, example: Example, prompt_id: int, may_cut: bool = True) -> Prompt | None:
         """Encodes the prompt with its completion; returns None where the prompt is too long."""
-        prompt = self.prompt_of(example)
-        tokens = encode_prompt(self.tokenizer, prompt, self.inputs_of(example))
-        found = None
+        prompt, inputs = self.prompt_of(example), self.inputs_of(example)
+        tokens = tokenizers.encode_prompt(self.tokenizer, prompt, inputs)
+        found, sampled = None, None
         if len(tokens) <= self.max_prompt_tokens and self._learns(example):
             found = self._encoded(example, prompt)
-        plain = isinstance(prompt, str) and has_template(self.tokenizer)
+        plain = isinstance(prompt, str) and chat_template.has_template(self.tokenizer)
         if plain and self.chat == "auto" and not example.document:
             self.noted.setdefault(
                 "turns",
@@ -258,61 +245,70 @@ class PromptEncoder:
                     " is learned in its place",
                 )
             return self.encode(self._cut(example), prompt_id) if fit == "cut" else None
-        theirs: tuple[int, ...] | None = None
-        generation: tuple[int, ...] | None = None
-        late = None
-        if self.teacher is not None:
-            generation = self._teacher_tokens(example)
-            theirs = self._teacher_before(generation, tokens)
-            if max(len(generation), len(theirs)) > self.teacher.max_tokens:
-                return None
-            if self.teacher.late.keys() & set(template_names(self.teacher.template or "")):
-                late, theirs, generation = self._teacher_prompt(example), None, None
-        messages, inputs = as_messages(prompt), self.inputs_of(example)
+        theirs = self._for_teacher(example, tokens, found)
+        if theirs is None:
+            return None
+        messages = tokenizers.as_messages(prompt)
         self._note_unread(messages, inputs, example.system)
-        columns = {**example.columns, **({"messages": messages} if messages else {})}
-        text = messages[-1]["content"] if messages else str(example.prompt)
         completion: tuple[int, ...] | None = None
-        sampled: tuple[int, ...] | None = None
-        theirs_sampled: tuple[int, ...] | None = None
         turns: tuple[Turn, ...] = ()
         if found is not None:
             for kind, note in found.notes:
                 self.noted.setdefault(kind, note)
             completion = found.completion[: self.max_new_tokens]
-            turns = cut_turns(found.turns, self.max_new_tokens) if len(found.turns) > 1 else ()
+            if len(found.turns) > 1:
+                turns = tokenizers.cut_turns(found.turns, self.max_new_tokens)
             if found.prompt != tokens:
                 tokens, sampled = found.prompt, tokens
-                if self.teacher is not None and generation is not None:
-                    theirs_sampled, theirs = theirs, self._teacher_before(generation, tokens)
-                    if self.teacher.tokenizer is None:
-                        asked = self._teacher_prompt(example)
-                        theirs = self._encoded(example, asked).prompt
-                    if len(theirs) > self.teacher.max_tokens:
-                        return None
         if self.lacks_rows:
             assert self.rows is not None
             for name, read in (("prompt", (*tokens, *(sampled or ()))), ("completion", completion)):
-                check_rows(self.tokenizer, self.rows, read or (), f"the {name}")
+                tokenizers.check_rows(self.tokenizer, self.rows, read or (), f"the {name}")
         return Prompt(
             prompt_id,
             tokens,
-            text,
+            messages[-1]["content"] if messages else str(example.prompt),
             completion,
             sampling_tokens=sampled,
             turns=turns,
             answer=example.answer,
             answer_value=example.answer_value,
-            columns=columns,
+            columns={**example.columns, **({"messages": messages} if messages else {})},
             inputs=inputs,
             conversational=not isinstance(example.prompt, str),
-            teacher_tokens=theirs,
-            teacher_generation_tokens=(
-                None if generation == (theirs_sampled or theirs) else generation
-            ),
-            teacher_sampling_tokens=theirs_sampled,
-            teacher_prompt=late,
+            **theirs,
         )
+
+    def _for_teacher(
+        self, example: Example, tokens: tuple[int, ...], found: Encoded | None
+    ) -> dict[str, Any] | None:
+        """Makes the fields of a `Prompt` that the teacher reads; None where they are too long.
+
+        Args:
+            tokens: the student's prompt, with which sampling begins.
+            found: the same with the completion of the data.
+        """
+        if self.teacher is None:
+            return {}
+        generation, sampling = self._teacher_tokens(example), None
+        theirs = self._teacher_before(generation, tokens)
+        read = [generation, theirs]
+        late = self.teacher.late.keys() & {*template_names(self.teacher.template or "")}
+        if found is not None and found.prompt != tokens and not late:
+            sampling, theirs = theirs, self._teacher_before(generation, found.prompt)
+            if self.teacher.tokenizer is None:
+                theirs = self._encoded(example, self._teacher_prompt(example)).prompt
+            read.append(theirs)
+        if max(map(len, read)) > self.teacher.max_tokens:
+            return None
+        if late:
+            return {"teacher_prompt": self._teacher_prompt(example)}
+        own = None if generation == (sampling or theirs) else generation
+        return {
+            "teacher_tokens": theirs,
+            "teacher_generation_tokens": own,
+            "teacher_sampling_tokens": sampling,
+        }
 
     def _note_unread(
         self, messages: Sequence[Message] | None, inputs: TemplateInputs, system: str | None
@@ -333,24 +329,28 @@ class PromptEncoder:
                 )
             return
         asks = inputs.tools and "tools" not in self.noted
-        if asks and not shows_tools(self.tokenizer, messages, inputs):
+        if asks and not chat_template.shows_tools(self.tokenizer, messages, inputs):
             self.noted["tools"] = (
                 "the chat template does not show `tools`: prompts are without them. Give the model"
                 " a template that shows tools, write them into the system message, or set"
                 " data.tools_key=null"
             )
-        for note in unread_arguments(self.tokenizer, inputs) if inputs.arguments else ():
+        for note in (
+            chat_template.unread_arguments(self.tokenizer, inputs) if inputs.arguments else ()
+        ):
             self.noted.setdefault(note, note)
 
     @cached_property
     def lacks_rows(self) -> bool:
         """Returns whether the tokenizer has tokens that the embedding has no row for."""
-        return self.rows is not None and bool(tokens_without_row(self.tokenizer, self.rows))
+        return self.rows is not None and bool(
+            tokenizers.tokens_without_row(self.tokenizer, self.rows)
+        )
 
     def _teacher_tokens(self, example: Example) -> tuple[int, ...]:
         assert self.teacher is not None
         prompt = fill_places(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
-        return encode_prompt(
+        return tokenizers.encode_prompt(
             self.teacher.tokenizer or self.tokenizer, prompt, self.inputs_of(example)
         )
 
@@ -362,7 +362,7 @@ class PromptEncoder:
         own = None if self.teacher is None else self.teacher.tokenizer
         if own is None:
             return generation
-        return with_opening(own, generation, opening_of(self.tokenizer, tokens))
+        return tokenizers.with_opening(own, generation, opening_of(self.tokenizer, tokens))
 
     def _teacher_prompt(self, example: Example) -> str | tuple[Message, ...]:
         assert self.teacher is not None
@@ -388,7 +388,7 @@ class PromptEncoder:
         if not answer or isinstance(prompt, str):
             answer = self._as_text(example)
         try:
-            return encode_completion(
+            return tokenizers.encode_completion(
                 self.tokenizer, prompt, answer, eos_ids, self.inputs_of(example)
             )
         except Unrendered as why:
@@ -432,7 +432,7 @@ class PromptEncoder:
         follows a turn is rendered after that turn alone."""
         first, *turns = example.turns
         inputs = self.inputs_of(example)
-        found = encode_completion(self.tokenizer, prompt, (first,), eos_ids, inputs)
+        found = tokenizers.encode_completion(self.tokenizer, prompt, (first,), eos_ids, inputs)
         tokens, parts, heard = found.completion, [*found.turns], list[Message]()
         for turn in turns:
             if not is_learned(turn):
@@ -440,7 +440,9 @@ class PromptEncoder:
                 continue
             between = self._encode_turns.after(heard, eos=tokens[-1], chat=True, inputs=inputs)
             said = "\n".join(message["content"] for message in heard)
-            written = encode_completion(self.tokenizer, _user("?"), (turn,), eos_ids, inputs)
+            written = tokenizers.encode_completion(
+                self.tokenizer, _user("?"), (turn,), eos_ids, inputs
+            )
             parts.append(Turn("environment", len(between), said))
             parts += written.turns
             tokens, heard = (*tokens, *between, *written.completion), []
@@ -565,7 +567,7 @@ def _fitted(
     def tokens(most: int) -> tuple[int, ...]:
         short = {name: text[:most] for name, text in texts.items()}
         asked = fill_places(prompt.teacher_prompt or "", short)
-        return encode_prompt(tokenizer, asked, prompt.inputs)
+        return tokenizers.encode_prompt(tokenizer, asked, prompt.inputs)
 
     most = max(map(len, texts.values()))
     found = tokens(most)
@@ -582,7 +584,7 @@ def fill_places(prompt: PromptLike, texts: Mapping[str, str]) -> PromptLike:
     def replaced(text: str) -> str:
         return _PLACE.sub(lambda place: texts[place[1]], text)
 
-    chat = as_messages(prompt)
+    chat = tokenizers.as_messages(prompt)
     if chat is None:
         return replaced(str(prompt))
     return tuple({**turn, "content": replaced(turn["content"])} for turn in chat)

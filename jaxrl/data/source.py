@@ -19,17 +19,10 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from jaxrl.config.builtin_configs import how_to_make
+from jaxrl.data import tables
 from jaxrl.data.example import Example, JsonObject, Part, Split
 from jaxrl.data.jsonl import JsonlFile, RowList, open_csv, open_json
 from jaxrl.data.rows import KEYS, OPTIONAL, Keys, check_column_names, kind, listed
-from jaxrl.data.tables import (
-    GroupCache,
-    ParquetReader,
-    TablePart,
-    TableReader,
-    dataset_splits,
-    open_dataset,
-)
 from jaxrl.data.tasks import TASKS, open_task, parse_options
 from jaxrl.errors import UserError, about, near, user_path
 from jaxrl.formats import hub
@@ -47,17 +40,29 @@ SPLITS: Mapping[Split, tuple[str, ...]] = {
 """Names of the split that each use takes where none is asked for, the first that is there."""
 _SPELT = {"training": "train", "evaluation": "eval", "testing": "test"}
 """Words in file names that mean a split of another name."""
-_WORD = re.compile(
-    rf"(?<![^-._ 0-9])({'|'.join((*_SPELT, *(name for s in SPLITS.values() for name in s)))})"
-    r"(?![^-._ 0-9])",
-    re.IGNORECASE,
+_WORD = (
+    rf"(?<![^-._ 0-9/])(?:{'|'.join((*_SPELT, *(name for s in SPLITS.values() for name in s)))})"
+    r"(?![^-._ 0-9/])"
 )
 """A word in the name of a file or a folder that says which split is in it, as `datasets` has it."""
+_OF_SHARDS = r"-\d{5}-of-\d{5}[^/]*"
+SPLIT_RULES = (
+    (
+        rf"(.*/)?(?P<shard>[^/]*{_WORD}[^/]*?){_OF_SHARDS}",
+        "train_sft-00000-of-00002",
+        "train_sft",
+    ),
+    (r".+/(?!data/)(?P<folder>[^/]+)/\d{4,5}", "main/train_sft/0000", "train_sft"),
+    (rf".*(?P<words>{_WORD}).*", "sums-testing/part-00000-of-00001", "test"),
+    (rf"(.*/)?(?P<shard>[^/]+?){_OF_SHARDS}", "data/part-00000-of-00002", "part"),
+)
+"""Patterns of paths without suffix, of which the first that fits tells what names the split, and an
+example of each: what stands before the number of a shard; the folder of a numbered file of the
+hub's own conversion; or words in the path, as `datasets` reads them, those of several splits
+together."""
 CONVERTED = "refs/convert/parquet"
 """Branch that has the hub's own conversion of a data set."""
-_SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
 _WILD = re.compile(r"[*?\[]")
-_NUMBER = re.compile(r"\d{4,5}")
 
 P = TypeVar("P", bound=PurePath)
 Layout = dict[str, dict[str, list[str]]]
@@ -148,7 +153,7 @@ def source_of(
     name, rows = name or type(rows).__name__, listed_rows(rows, label)
     if isinstance(rows, list):
         return Source([RowList(name, rows, keys, label)])
-    return Source([TablePart(name, lambda: TableReader(rows), keys, label)])
+    return Source([tables.TablePart(name, lambda: tables.TableReader(rows), keys, label)])
 
 
 def listed_rows(rows: Rows, label: str) -> Rows:
@@ -209,7 +214,7 @@ class _Opener:
     keys: Keys
     label: str
     given: Mapping[str, Rows]
-    cache: GroupCache = field(default_factory=GroupCache)
+    cache: tables.GroupCache = field(default_factory=tables.GroupCache)
 
     def part(self, spec: str) -> Part:
         label, on_hub = self.label, data_name(spec)
@@ -271,7 +276,9 @@ class _Opener:
                 " run, so write them into a file"
             )
         if name.endswith(".parquet"):
-            return TablePart(name, lambda: ParquetReader(name, self.cache), self.keys, self.label)
+            return tables.TablePart(
+                name, lambda: tables.ParquetReader(name, self.cache), self.keys, self.label
+            )
         opened = {".jsonl": JsonlFile, ".json": open_json, ".csv": open_csv}
         of_kind = next(opened[suffix] for suffix in opened if name.endswith(suffix))
         return of_kind(path, self.keys, self.label)
@@ -296,14 +303,14 @@ class _Opener:
             hint = near(key, ["split"])
             raise UserError(f"{place}: no option {key!r}{hint}; a folder has split")
         asked = str(given["split"]) if given else None
-        saved = dataset_splits(str(folder), self.label)
+        saved = tables.dataset_splits(str(folder), self.label)
         files = _files_by_split(folder, place) if saved is None else {name: [] for name in saved}
         whole = asked is None and len(files) < 2 and not any(map(_words, files))
         first = next(iter(files), "")
         chosen = first if whole else choose(files, asked, self.split, place, ":split=NAME")
         if saved is None:
             return self.files(spec, files[chosen])
-        return open_dataset(spec, str(folder / chosen), self.keys, self.label)
+        return tables.open_dataset(spec, str(folder / chosen), self.keys, self.label)
 
 
 def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
@@ -511,27 +518,19 @@ def _layout_of_paths(there: Sequence[str], folder: str | None = None) -> Layout:
 
 
 def split_in_path(path: PurePath) -> str:
-    """Returns the split that the name of a file, or of a folder that it is in, says as `datasets`
-    reads them: a word such as `train` or `validation` between the ends, digits, spaces and marks.
-    Words of several splits make a name of all of them.
-
-    What stands before the number of a shard (`train_sft-00000-of-00002`), and the folder of a
-    numbered file of the hub's own conversion (`main/train_sft/0000.parquet`), are names as they
-    stand. "": there is no name.
-    """
-    *folders, stem = path.with_suffix("").parts
-    shard = _SHARD.match(stem)
-    words = {word for name in (*folders, stem) for word in _words(name)}
-    if shard is not None and (_words(shard[1]) or not words):
-        return _SPELT.get(shard[1].lower(), shard[1])
-    if len(folders) > 1 and _NUMBER.fullmatch(stem) and folders[-1] != "data":
-        return folders[-1]
-    return "+".join(sorted(words))
+    """Returns the split that a path names, by SPLIT_RULES; "" where it names none."""
+    name = str(path.with_suffix(""))
+    fits = (re.fullmatch(pattern, name, re.IGNORECASE) for pattern, *_ in SPLIT_RULES)
+    match = next(filter(None, fits), None)
+    if match is None or match.lastgroup == "words":
+        return "+".join(sorted(_words(name)))
+    found = match[str(match.lastgroup)]
+    return _SPELT.get(found.lower(), found) if match.lastgroup == "shard" else found
 
 
 def _words(name: str) -> set[str]:
     """Returns the splits that a name has words of."""
-    found = (word.lower() for word in _WORD.findall(name))
+    found = (word.lower() for word in re.findall(_WORD, name, re.IGNORECASE))
     return {_SPELT.get(word, word) for word in found}
 
 

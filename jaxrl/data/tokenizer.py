@@ -15,13 +15,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data import chat_template
-from jaxrl.data.chat_template import (
-    has_template,
-    render_text,
-    turn_tokens,
-    with_end_ids,
-    without_end,
-)
 from jaxrl.data.example import Message, is_learned
 from jaxrl.data.spelled_tokens import MARK, encode_marked
 from jaxrl.data.thoughts import CHANNELS, opening_of
@@ -219,7 +212,7 @@ def encode_completion(
         raise UserError(
             "completions need an EOS token: the model's config and its tokenizer name none"
         )
-    messages, own = as_messages(prompt), with_end_ids(tokenizer, eos_ids).eos_token_id
+    messages, own = as_messages(prompt), chat_template.with_end_ids(tokenizer, eos_ids).eos_token_id
     end = own if own in eos_ids else eos_ids[0]
     ends = [_spelt(tokenizer, [one]) for one in eos_ids]
     if messages is None:
@@ -331,7 +324,9 @@ def decode_text(
     """
     if tokenizer is None:
         return ""
-    left_out = frozenset[int]() if special else _ids_of(tokenizer, turn_tokens(tokenizer))
+    left_out = (
+        frozenset[int]() if special else _ids_of(tokenizer, chat_template.turn_tokens(tokenizer))
+    )
     kept = [token for token in map(int, tokens) if token not in left_out]
     return tokenizer.decode(kept, skip_special_tokens=False)
 
@@ -426,7 +421,7 @@ def check_same_prompts(
         messages = _messages_of(prompt)
         if messages is None or encode_prompt(student, messages, prompt.inputs) != prompt.tokens:
             continue  # no chat, or a text prompt whose row has such a column too
-        if not has_template(teacher):
+        if not chat_template.has_template(teacher):
             raise UserError(
                 "prompts are chats, but the teacher's tokenizer has no chat template: put the "
                 "student's (chat_template.jinja) into the teacher's folder, or set data.chat=raw "
@@ -511,7 +506,9 @@ def render_chat(
     inputs: TemplateInputs = NO_INPUTS,
 ) -> tuple[int, ...]:
     """Renders messages as tokens with the tokenizer's chat template; raises as `render_text`."""
-    return _ids(tokenizer, render_text(tokenizer, messages, add_generation_prompt, inputs))
+    return _ids(
+        tokenizer, chat_template.render_text(tokenizer, messages, add_generation_prompt, inputs)
+    )
 
 
 def encode_text(tokenizer: Tokenizer | None, text: str, eos: bool = True) -> tuple[int, ...]:
@@ -537,7 +534,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     that a chat's text has marked (`data.spelled_tokens`)."""
     with _panics("cannot split", text):
         if MARK in text and getattr(tokenizer, "backend_tokenizer", None) is not None:
-            return encode_marked(tokenizer, text, turn_tokens(tokenizer))
+            return encode_marked(tokenizer, text, chat_template.turn_tokens(tokenizer))
         if MARK in text:  # written in Python: parts of a spelling are none
             first, *parts = text.split(MARK)
             rest = (encode_after(tokenizer, part) for part in parts)
@@ -629,7 +626,7 @@ class TurnEncoder:
         """
         beside = [list(map(dict, inputs.tools)), dict(inputs.arguments)]
         keys = (json.dumps(one, ensure_ascii=False) for one in (list(map(dict, messages)), beside))
-        return self._kept(*keys, eos, chat and has_template(self._tokenizer))
+        return self._kept(*keys, eos, chat and chat_template.has_template(self._tokenizer))
 
     def _encoded(self, key: str, beside: str, eos: int | None, chat: bool) -> tuple[int, ...]:
         messages: list[Message] = json.loads(key)
@@ -641,7 +638,7 @@ class TurnEncoder:
             messages = [{"content": "\n".join(message["content"] for message in messages)}]
         given = zip(roles, messages, strict=True)
         between = self._rest([{**one, "role": role} for role, one in given], beside)
-        text = without_end(self._tokenizer, between, end)
+        text = chat_template.without_end(self._tokenizer, between, end)
         return encode_after(self._tokenizer, text, end if adds_space(self._tokenizer) else "")
 
     def _roles_taken(self, roles: tuple[str, ...], beside: str) -> tuple[str, ...]:
@@ -676,4 +673,6 @@ class TurnEncoder:
         begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
         tools, arguments = json.loads(beside)
         inputs = TemplateInputs(tuple(tools), arguments)
-        return render_text(self._tokenizer, [*begun, *messages], True, inputs).partition(mark)[2]
+        return chat_template.render_text(
+            self._tokenizer, [*begun, *messages], True, inputs
+        ).partition(mark)[2]

@@ -12,18 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gguf
 import numpy as np
-from gguf import (
-    GGML_QUANT_SIZES,
-    MODEL_ARCH_NAMES,
-    GGMLQuantizationType,
-    GGUFEndian,
-    GGUFReader,
-    GGUFValueType,
-    ReaderTensor,
-    TensorNameMap,
-    get_tensor_name_map,
-)
 from gguf.quants import dequantize
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -106,7 +96,7 @@ UNNAMED = {
 """Tensors of a layer that the library has no name for, as llama.cpp's converter writes them."""
 
 
-class _Reader(GGUFReader):
+class _Reader(gguf.GGUFReader):
     """The library's, which would read on behind the end and count to any number in a file."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
@@ -116,22 +106,22 @@ class _Reader(GGUFReader):
         return super()._get(offset, dtype, count, override_order)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type != GGUFValueType.ARRAY:
+        if raw_type != gguf.GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-        of, n, at = GGUFValueType(kind[0]), int(count[0]), orig_offs + 12
+        of, n, at = gguf.GGUFValueType(kind[0]), int(count[0]), orig_offs + 12
         self._elements += n
         if self._elements > MOST_ELEMENTS:
             raise UserError(
                 f"arrays of {self._elements} elements; at most {MOST_ELEMENTS} are read"
             )
-        if of == GGUFValueType.ARRAY:
+        if of == gguf.GGUFValueType.ARRAY:
             raise UserError("truncated, or of a kind that is not read: arrays within arrays")
-        types = [GGUFValueType.ARRAY, of]
-        if of != GGUFValueType.STRING:  # all at once, where the library takes them one by one
+        types = [gguf.GGUFValueType.ARRAY, of]
+        if of != gguf.GGUFValueType.STRING:  # all at once, where the library takes them one by one
             values = self._get(at, self.gguf_scalar_to_np[of], n)
             return 12 + values.nbytes, [kind, count, values], [2], types
-        order: Any = "big" if self.endianess == GGUFEndian.BIG else "little"
+        order: Any = "big" if self.endianess == gguf.GGUFEndian.BIG else "little"
         data, texts = memoryview(self.data), []
         for _ in range(n):
             end = at + 8 + int.from_bytes(data[at : at + 8], order)
@@ -165,7 +155,7 @@ def _read(path: Path) -> _Reader:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        if GGMLQuantizationType.__name__ in str(error):
+        if gguf.GGMLQuantizationType.__name__ in str(error):
             raise UserError(
                 f"{path}: {error}: a tensor is of a type that the installed gguf"
                 f" {version('gguf')} does not know; a newer one may (pip install -U gguf)"
@@ -179,10 +169,10 @@ def _read(path: Path) -> _Reader:
 
 
 @cache
-def is_read(kind: GGMLQuantizationType) -> bool:
+def is_read(kind: gguf.GGMLQuantizationType) -> bool:
     """Returns whether the library dequantises a type."""
     try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
         return False
     return True
@@ -213,7 +203,7 @@ class GgufFile:
                 f"{first}: it is one of {n} files of a model, by split.count: name them"
                 f" NAME-00001-of-{n:>05}.gguf and so on, in one folder"
             )
-        self._tensors: dict[str, ReaderTensor] = {}
+        self._tensors: dict[str, gguf.ReaderTensor] = {}
         self._file_of: dict[str, Path] = {}
         for part, reader in readers.items():
             for tensor in reader.tensors:
@@ -372,7 +362,7 @@ class GgufFile:
         if tensor is None:
             return None
         if not is_read(tensor.tensor_type):
-            known = ", ".join(kind.name for kind in GGMLQuantizationType if is_read(kind))
+            known = ", ".join(kind.name for kind in gguf.GGMLQuantizationType if is_read(kind))
             raise UserError(
                 f"{self.path}: tensor {tensor.name} is stored as {tensor.tensor_type.name}, which"
                 f" the installed gguf {version('gguf')} does not dequantise; it does: {known}"
@@ -438,7 +428,7 @@ class GgufFile:
             return order
         return order.reshape(-1, self.config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
-    def _tensor(self, name: str) -> ReaderTensor:
+    def _tensor(self, name: str) -> gguf.ReaderTensor:
         if name not in self._tensors:
             raise UserError(f"tensor {name} is missing")
         return self._tensors[name]
@@ -519,10 +509,10 @@ class GgufFile:
 
 
 @cache
-def _names(architecture: str) -> TensorNameMap:
+def _names(architecture: str) -> gguf.TensorNameMap:
     """Returns Hugging Face name -> GGUF name, as llama.cpp's converter has it."""
-    (found,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    return get_tensor_name_map(found, n_blocks=1)
+    (found,) = (arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(found, n_blocks=1)
 
 
 def _expert(name: str) -> int | None:
@@ -564,10 +554,10 @@ def gguf_name(family: str, name: str) -> str:
 
 
 def _dequantise_run(
-    data: np.ndarray, kind: GGMLQuantizationType, start: int, stop: int
+    data: np.ndarray, kind: gguf.GGMLQuantizationType, start: int, stop: int
 ) -> np.ndarray:
     """Returns the columns from `start` up to `stop` of stored rows, as float32."""
-    block, size = GGML_QUANT_SIZES[kind]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
     if block == 1 and data.dtype != np.uint8:
         return np.ascontiguousarray(data[..., start:stop], np.float32)
     first, last = start // block, -(-stop // block)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 
 from jaxrl.data.example import Part
 from jaxrl.data.rows import Keys
-from jaxrl.data.source import Source, open_source, split_in_path
+from jaxrl.data.source import SPLIT_RULES, Source, open_source, split_in_path
 from jaxrl.data.tables import GroupCache, ParquetReader
 from jaxrl.errors import UserError
 
@@ -207,6 +208,11 @@ SPLIT_NAMES = {
 
 
 def test_the_name_of_a_file_or_a_folder_says_its_split():
+    for _, example, split in SPLIT_RULES:
+        assert split_in_path(PurePath(f"{example}.parquet")) == split
+    for at in range(len(SPLIT_RULES)):  # the examples need their rules: the rules before do not fit
+        before = (re.fullmatch(pattern, SPLIT_RULES[at][1]) for pattern, *_ in SPLIT_RULES[:at])
+        assert not any(before)
     for split, names in SPLIT_NAMES.items():
         for name in names.split():
             assert split_in_path(PurePath(f"{name}.jsonl")) == split, name
