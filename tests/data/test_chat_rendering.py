@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from byte_tokenizers import sentencepiece
+from cases import read_cases
 from chat_shapes import (
     ASK,
     ENDS,
@@ -43,49 +44,24 @@ from jaxrl.errors import UserError
 from jaxrl.roles.rollout import Sampler
 from jaxrl.sampling.sampler import SamplingParams
 
-ANSWERS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "thoughts": (
-        THINKS,
-        {"content": "4", "reasoning_content": "two\n\nand two"},
-        "<think>\ntwo\n\nand two\n</think>\n\n4<|im_end|>",
-    ),
-    "thoughts under another name": (
-        THINKS,
-        {"content": "4", "thinking": "so"},
-        "<think>\nso\n</think>\n\n4<|im_end|>",
-    ),
-    "opened": (OPENS, {"content": "4"}, "\n</think>\n\n4<|im_end|>"),
-    "opened, with thoughts": (
-        OPENS,
-        {"content": "4", "reasoning_content": "so"},
-        "so\n</think>\n\n4<|im_end|>",
-    ),
-    "opened, line breaks": (
-        OPENS,
-        {"content": "\n\n4\n\n", "reasoning_content": "\n\n"},
-        "\n\n\n</think>\n\n\n\n4\n\n<|im_end|>",
-    ),
-    "no thoughts": (NO_THOUGHTS, {"content": "\n4"}, "\n4<|im_end|>"),
-    "a call": (
-        THINKS,
-        called({"a": "ö"}),
-        '<think>\n\n</think>\n\n<tool_call>w {"a": "ö"}</tool_call><|im_end|>',
-    ),
-    "no calls": (THINKS, {"content": "4", "tool_calls": []}, "<think>\n\n</think>\n\n4<|im_end|>"),
-}
+TEMPLATES = {"CHATML": CHATML, "THINKS": THINKS, "OPENS": OPENS, "NO_THOUGHTS": NO_THOUGHTS}
+"""Those that rows of tests/cases/chat_templates.jsonl name."""
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_a_completion_is_the_rest_of_the_templates_text(name: str) -> None:
-    template, message, expected = ANSWERS[name]
-    tokenizer = tokenizer_of(template)
+@pytest.mark.parametrize(
+    "case", read_cases("chat_templates.jsonl", "answer"), ids=lambda case: case["name"]
+)
+def test_a_completion_is_the_rest_of_the_templates_text(case: Mapping[str, Any]) -> None:
+    message, expected = case["message"], case["text"]
+    tokenizer = tokenizer_of(TEMPLATES[case["template"]])
     chat = [ASK, {"role": "assistant", **message}]
     prompt = encoded(tokenizer, {"messages": chat})
     assert spelt(tokenizer, prompt.completion) == expected
     whole = tokenizer.apply_chat_template(chat, tokenize=False)
     assert f"{spelt(tokenizer, prompt.tokens)}{expected}\n" == whole
     assert prompt.to_sample.tokens == encode_prompt(tokenizer, [ASK])
-    assert (prompt.tokens == prompt.to_sample.tokens) is (name != "no thoughts")
+    begins_alike = case["name"] != "no thoughts"
+    assert (prompt.tokens == prompt.to_sample.tokens) is begins_alike
 
 
 def test_samples_begin_with_the_generation_prompt_and_data_do_not() -> None:
@@ -125,31 +101,10 @@ def test_a_completion_that_is_a_text_is_a_turn() -> None:
     assert spelt(tokenizer, first.completion) == "\n</think>\n\n4<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("form", "given", "expected"),
-    [
-        ("objects", {"t": 1.5}, '{"t": 1.5}'),
-        ("objects", '{"t": 1.50}', '{"t": 1.5}'),
-        ("both", {"t": 1.5}, '{"t": 1.5}'),
-        ("both", '{"t":1.50}', '{"t":1.50}'),
-        ("texts", {"t": 1.5, "é": None}, '{"t": 1.5, "é": null}'),
-        ("texts", '{"t": 1.50}', '{"t": 1.50}'),
-        ("texts", "no JSON", "no JSON"),
-        ("printed", {"t": True}, '{"t": true}'),
-        ("printed", '{"t": 1.50}', '{"t": 1.50}'),
-        ("items", {"t": 1.5}, '[["t", 1.5]]'),
-        ("items", '{"t": 1.50}', '[["t", 1.5]]'),
-        *(
-            (form, empty, "{}")
-            for form in ("objects", "both", "texts")
-            for empty in (None, "", {}, " ")
-        ),
-    ],
-)
-def test_arguments_are_given_as_the_template_takes_them(
-    form: str, given: object, expected: str
-) -> None:
-    tokenizer = tokenizer_of(THINKS, FORMS[form])
+@pytest.mark.parametrize("case", read_cases("chat_templates.jsonl", "arguments"), ids=str)
+def test_arguments_are_given_as_the_template_takes_them(case: Mapping[str, Any]) -> None:
+    given, expected = case["arguments"], case["text"]
+    tokenizer = tokenizer_of(THINKS, FORMS[case["form"]])
     for chat in ([ASK, called(given)], [ASK, called(given), {"role": "tool", "content": "r"}, ASK]):
         prompt = encoded(tokenizer, {"messages": chat})
         text = spelt(tokenizer, prompt.tokens) + spelt(tokenizer, prompt.completion)
@@ -223,49 +178,19 @@ def noted(
     return list(stream.noted.values())
 
 
-@pytest.mark.parametrize(
-    ("template", "message", "tools", "expected"),
-    [
-        (CHATML, {"content": "4"}, [TOOL], "does not show `tools`"),
-        (
-            CHATML,
-            {"content": "4", "reasoning_content": "two"},
-            None,
-            "render its `reasoning_content`",
-        ),
-        (
-            CHATML.replace("m['content']", "m['content'].split('</think>')[-1]"),
-            {"content": "<think>two</think>4"},
-            None,
-            "the thoughts in its `content`",
-        ),
-        (NO_THOUGHTS, {"content": "4"}, None, "goes on with '<think>"),
-        (THINKS, {"content": "4", "reasoning_content": "two"}, [TOOL], ""),
-        (THINKS, {"content": "4", "thought": "two"}, None, "does not render its `thought`"),
-        (
-            THINKS,
-            {"content": "4", "reasoning_details": [{"text": "two"}]},
-            None,
-            "does not render its `reasoning_details`",
-        ),
-        (
-            CHATML.replace("m['content']", "m['content'][:4]"),
-            {"content": "four and more"},
-            None,
-            "renders only a part of its `content`",
-        ),
-        (CHATML.replace("m['content']", "m['content'] | upper"), {"content": "four"}, None, ""),
-    ],
-)
+@pytest.mark.parametrize("case", read_cases("chat_templates.jsonl", "note"), ids=str)
 def test_what_a_template_does_not_show_is_said_once_with_the_row(
-    tmp_path: Any, template: str, message: dict[str, Any], tools: Any, expected: str
+    tmp_path: Any, case: Mapping[str, Any]
 ) -> None:
+    template = TEMPLATES[case["template"]]
+    template = template.replace("m['content']", case.get("content", "m['content']"))
+    tools = [TOOL] if case["tools"] else None
     plain = {"messages": [ASK]}
-    row = {"messages": [ASK, {"role": "assistant", **message}], "tools": tools}
+    row = {"messages": [ASK, {"role": "assistant", **case["message"]}], "tools": tools}
     notes = noted(tokenizer_of(template), tmp_path, plain, row, row, row)
-    if expected:
+    if case["note"]:
         (note,) = notes
-        assert expected in note and note.startswith(f"data.train: {tmp_path}/rows.jsonl:2: ")
+        assert case["note"] in note and note.startswith(f"data.train: {tmp_path}/rows.jsonl:2: ")
     else:
         assert not notes
 

@@ -16,6 +16,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cases import read_cases
 
 from jaxrl.data.example import Part
 from jaxrl.data.rows import Keys
@@ -194,27 +195,15 @@ def test_the_split_is_the_one_asked_for_or_named_like_the_use(tmp_path, layout):
         assert "no split train among test, validation; choose one with :split=" in told(str(folder))
 
 
-SPLIT_NAMES = {
-    "train": "train train1 Train training gsm8k_train math-train my_train_data a.train.v2",
-    "eval": "eval evaluation sums-eval",
-    "validation": "validation my_validation_data",
-    "test": "test testing test1 x_test",
-    "train_sft": "train_sft-00000-of-00002 train_sft-00000-of-00002-0123456789abcdef",
-    "test+train": "train_test test-of-train",
-    "part": "part-00000-of-00002",
-    "": "contest trainer detrain devices 2023",
-}
-"""Split -> names of files that say so."""
-
-
 def test_the_name_of_a_file_or_a_folder_says_its_split():
     for _, example, split in SPLIT_RULES:
         assert split_in_path(PurePath(f"{example}.parquet")) == split
     for at in range(len(SPLIT_RULES)):  # the examples need their rules: the rules before do not fit
         before = (re.fullmatch(pattern, SPLIT_RULES[at][1]) for pattern, *_ in SPLIT_RULES[:at])
         assert not any(before)
-    for split, names in SPLIT_NAMES.items():
-        for name in names.split():
+    for case in read_cases("splits.jsonl", "name"):
+        split = case["split"]
+        for name in case["names"].split():
             assert split_in_path(PurePath(f"{name}.jsonl")) == split, name
             if "-of-" not in name:
                 assert split_in_path(PurePath(f"data/{name}/part-00000-of-00001.csv")) == (

@@ -6,6 +6,7 @@ import time
 from pathlib import Path, PurePosixPath
 
 import pytest
+from cases import read_cases
 from hub_data import add_data, gsm8k_rows, jsonl, math_rows, parquet
 from hub_server import Hub
 from huggingface_hub import constants
@@ -59,60 +60,10 @@ def test_ultrachat_by_its_chat_column_and_split(sets: Hub) -> None:
         open_source(f"{name}:default:test_sft")
 
 
-SHARD = "train-00000-of-00001.parquet"
-LAYOUTS: dict[str, tuple[str | None, str, str, str]] = {
-    "the only file": (None, "gsm.jsonl", "", "gsm.jsonl"),
-    "a folder of data": (None, f"data/{SHARD} x.csv", "", f"data/{SHARD}"),
-    "the hub's conversion": (
-        *(None, "main/test/0000.parquet main/train/0000.parquet"),
-        *(":main", "main/train/0000.parquet"),
-    ),
-    "jsonl before csv": (None, "dataset_infos.json b.csv train.jsonl", "", "train.jsonl"),
-    "csv": (None, "dataset_infos.json data/train.csv data/test.csv", "", "data/train.csv"),
-    "json": (None, "train.json test.json", "", "train.json"),
-    "parquet before jsonl": (None, "train.jsonl train.parquet", "", "train.parquet"),
-    "a list of paths": (
-        *(
-            "- {config_name: a, data_files: [b.jsonl, 'c/*.jsonl']}",
-            "b.jsonl c/1.jsonl c/d/2.jsonl",
-        ),
-        *(":a", "b.jsonl c/1.jsonl"),
-    ),
-    "all folders": (
-        *("- {config_name: a, data_files: '**/*.jsonl'}", "b.jsonl c/1.jsonl"),
-        *(":a:train", "b.jsonl c/1.jsonl"),
-    ),
-    "a mapping": (
-        *("- {config_name: a, data_files: {train: b.jsonl, test: c.jsonl}}", "b.jsonl c.jsonl"),
-        *("::test", "c.jsonl"),
-    ),
-    "a folder alone": (
-        *("- {config_name: a, data_dir: c}", "c/train.jsonl train.jsonl", ":a", "c/train.jsonl"),
-    ),
-    "all below a folder": (
-        *("- {config_name: a, data_dir: c}", "c/d/train-1.jsonl c/e/train.jsonl c/e/dev.jsonl"),
-        *(":a", "c/d/train-1.jsonl c/e/train.jsonl"),
-    ),
-    "words in names": (None, "sums_train.jsonl sums_test.jsonl", "", "sums_train.jsonl"),
-    "folders of splits": (None, "data/train/a.jsonl data/test/a.jsonl", "", "data/train/a.jsonl"),
-    "years": (None, "data/2023.jsonl data/2024.jsonl", "", "data/2023.jsonl data/2024.jsonl"),
-    "shards with a hash": (
-        *(None, f"data/{SHARD[:-8]}-0a.parquet data/train_gen-00000-of-00001-0b.parquet"),
-        *("", f"data/{SHARD[:-8]}-0a.parquet"),
-    ),
-    "others that are not asked for": (None, "train.jsonl x.jsonl", "::train", "train.jsonl"),
-    "a default": (
-        "- {config_name: a, data_files: b.jsonl}\n"
-        "- {config_name: c, default: true, data_files: d.jsonl}",
-        *("b.jsonl d.jsonl", "", "d.jsonl"),
-    ),
-}
-"""`configs` of the README, files, what follows the data set's name, files of the split."""
-
-
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_the_files_of_a_split(case: str, hub: Hub) -> None:
-    configs, files, rest, wanted = LAYOUTS[case]
+@pytest.mark.parametrize("case", read_cases("splits.jsonl", "set"), ids=lambda case: case["name"])
+def test_the_files_of_a_split(case: dict[str, str], hub: Hub) -> None:
+    """`configs` of the README, files, what follows the data set's name, files of the split."""
+    configs, files, rest, wanted = (case[key] for key in ("configs", "files", "asked", "taken"))
     content: dict[str, bytes | str] = {}
     for n, file in enumerate(files.split(), 1):
         rows = math_rows(n)
@@ -138,25 +89,11 @@ def test_a_header_that_cannot_be_read_describes_nothing(hub: Hub, header: str) -
     assert len(open_source("hf:org/set", keys=MATH)) == 3
 
 
-@pytest.mark.parametrize(
-    ("pattern", "fits"),
-    [
-        ("a/*.jsonl", "a/.jsonl a/b.jsonl"),
-        ("**/b.jsonl", "b.jsonl a/b.jsonl a/c/b.jsonl"),
-        ("a/**", "a/.jsonl a/b.jsonl a/c/b.jsonl"),
-        ("./?.jsonl", "b.jsonl"),
-        ("a?b.jsonl", ""),
-        ("[bc].jsonl", "b.jsonl"),
-        ("**/c/**", "a/c/b.jsonl"),
-        ("a/*/b.*", "a/c/b.jsonl"),
-        ("*", "b.jsonl"),
-    ],
-)
-def test_the_files_that_a_pattern_names(pattern: str, fits: str) -> None:
+@pytest.mark.parametrize("case", read_cases("splits.jsonl", "pattern"), ids=str)
+def test_the_files_that_a_pattern_names(case: dict[str, str]) -> None:
     paths = ["b.jsonl", "a/.jsonl", "a/b.jsonl", "a/c/b.jsonl"]
-    assert [
-        path for path in paths if sources._fits(path, str(PurePosixPath(pattern)))
-    ] == fits.split()
+    pattern = str(PurePosixPath(case["pattern"]))
+    assert [path for path in paths if sources._fits(path, pattern)] == case["fits"].split()
 
 
 def test_many_stars_take_no_time() -> None:

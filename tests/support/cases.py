@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def read_cases(file: str, kind: str) -> list[dict[str, Any]]:
+    """Returns the rows of this kind of a file in tests/cases."""
+    path = Path(__file__).parents[1] / "cases" / file
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if row.get("kind") == kind]
 
 
 def and_slow(default: Iterable[Any], more: Iterable[Any]) -> list[Any]:
