@@ -415,7 +415,7 @@ def test_a_whole_file_beside_an_index_of_an_earlier_save_is_what_is_fetched(
 FETCH = """
 import sys
 from jaxrl.formats import hub
-hub.with_weights(hub.model_name(sys.argv[1]))
+hub.fetch_weights(hub.model_name(sys.argv[1]))
 """
 
 
