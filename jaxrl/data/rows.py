@@ -457,10 +457,15 @@ def _joined(parts: list[Any], place: str) -> str:
     return "".join(texts)
 
 
+def _given(row: Mapping[str, object], name: str | None) -> Any:
+    given = _parsed(find_value(row, name))  # null is as good as none, as text too
+    return None if isinstance(given, str) and given.strip() in ("", "null") else given
+
+
 def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObject, ...]:
-    """Returns the JSON schemas of a row, given as a list or its text; null is as good as none."""
-    given = _parsed(find_value(row, keys.tools))
-    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
+    """Returns the JSON schemas of a row, given as a list or its text."""
+    given = _given(row, keys.tools)
+    if given is None:
         return ()
     tools = [_parsed(tool) for tool in given] if isinstance(given, list) else [None]
     if not all(isinstance(tool, dict) for tool in tools):
@@ -473,9 +478,8 @@ def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObjec
 
 
 def _arguments(row: Mapping[str, object], keys: Keys, where: str) -> Mapping[str, object]:
-    """Returns the arguments that the row has for the chat template."""
-    place, given = f"{where}: `{keys.arguments}`", _parsed(find_value(row, keys.arguments))
-    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
+    place, given = f"{where}: `{keys.arguments}`", _given(row, keys.arguments)
+    if given is None:
         return {}
     if not isinstance(given, dict):
         raise UserError(

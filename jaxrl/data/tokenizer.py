@@ -228,7 +228,9 @@ def encode_completion(
             tokens = (*tokens, end)
         return Encoded(head, tokens, (Turn("assistant", len(tokens), completion),), True)
     if isinstance(completion, str):
-        completion = [{"role": "assistant", "content": _without_end(completion, ends)}]
+        if (written := _end_of(completion, ends)) is not None:  # a template writes it itself
+            completion = completion.rstrip().removesuffix(written)
+        completion = [{"role": "assistant", "content": completion}]
     chat = [*messages, *completion]
     several = sum(message["role"] == "assistant" for message in completion) > 1
     split = chat_template.split_chat(tokenizer, chat, len(messages), ends, inputs, marked=several)
@@ -264,11 +266,8 @@ def encode_completion(
     return Encoded(prompt_tokens, found, tuple(turns), split.generation, notes)
 
 
-def _without_end(text: str, ends: Iterable[str]) -> str:
-    """Returns a text without the token at its end that ends a turn: a template writes it itself."""
-    written = text.rstrip()
-    end = next((end for end in ends if end and written.endswith(end)), None)
-    return text if end is None else written.removesuffix(end)
+def _end_of(text: str, ends: Iterable[str]) -> str | None:
+    return next((end for end in ends if end and text.rstrip().endswith(end)), None)
 
 
 def _ends_as_text(
@@ -276,13 +275,10 @@ def _ends_as_text(
 ) -> Iterator[tuple[str, str]]:
     """Yields notes of the learned messages whose content ends with what spells an end."""
     for at, message in enumerate(chat):
-        text = str(message.get("content") or "").rstrip()
-        end = next((end for end in ends if end and text.endswith(end)), None)
+        end = _end_of(str(message.get("content") or ""), ends)
         if at >= first and message["role"] == "assistant" and end is not None:
-            why = (
-                f"message {at}: its content ends with {end!r}, which is learned as text, before the"
-            )
-            yield "end", f"{why} end that the template writes: remove it if it means that"
+            why = f"message {at}: its content ends with {end!r}, which is learned as text"
+            yield "end", f"{why}, before the end that the template writes: remove it if it is that"
 
 
 def encode_after(tokenizer: Tokenizer, text: str, before: str = "") -> tuple[int, ...]:
