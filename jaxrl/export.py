@@ -65,7 +65,7 @@ def export(
 
 def _write(source: ModelSource, destination: Path, dtype: str, adapters: bool) -> Path:
     from jaxrl.checkpoint.fingerprint import digest_weights
-    from jaxrl.data.tokenizer import completion_ends, load_tokenizer
+    from jaxrl.data.tokenizer import end_ids, load_tokenizer
     from jaxrl.formats import hf, peft, weights
     from jaxrl.formats.hub import model_name
 
@@ -90,7 +90,7 @@ def _write(source: ModelSource, destination: Path, dtype: str, adapters: bool) -
         except UserError as error:
             to_stderr(f"{error}: the end tokens are those of the config alone")
         else:
-            ids = completion_ends(source.config.eos_ids, tokenizer)
+            ids = end_ids(source.config.eos_ids, tokenizer)
             source = source.ending_at(tuple(i for i in ids if i < source.config.vocab_size))
     shapes = weights.tensor_shapes(source.config)
     weights.check_shapes(source.tensors, shapes)

@@ -71,7 +71,7 @@ def generate(
     """
     from jaxrl.checkpoint.model_source import Model, load_model
     from jaxrl.config.settings import check_arguments
-    from jaxrl.data.tokenizer import completion_ends
+    from jaxrl.data.tokenizer import end_ids
     from jaxrl.run.generation import as_asked, sample
     from jaxrl.run.python_objects import named
     from jaxrl.sampling.sampler import SamplingParams
@@ -91,7 +91,7 @@ def generate(
             model = load_model(name)
             _ = model.tokenizer  # reads its file, which may be gone afterwards
     if eos_ids is None:
-        eos_ids = completion_ends(model.config.eos_ids, model.tokenizer)
+        eos_ids = end_ids(model.config.eos_ids, model.tokenizer)
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -110,7 +110,7 @@ def generate(
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse(argv)
     out = None if arguments.out is None else cli.check_writable("--out", arguments.out)
-    from jaxrl.data.tokenizer import completion_ends
+    from jaxrl.data.tokenizer import end_ids
     from jaxrl.process.compilations import compilations
     from jaxrl.run.generation import (
         as_asked,
@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> None:
         **{name: getattr(arguments, name) for name in names}, stop=tuple(arguments.stop)
     )
     model = load_for_sampling(arguments.model, arguments.devices, arguments.tensor, arguments.dtype)
-    sampling = replace(sampling, eos_ids=completion_ends(model.config.eos_ids, model.tokenizer))
+    sampling = replace(sampling, eos_ids=end_ids(model.config.eos_ids, model.tokenizer))
     n, seed = arguments.n, arguments.seed
     shared = TemplateInputs(arguments=arguments.chat_template_arguments or {})
     prompts, inputs = as_asked(model, rows, arguments.chat, shared)

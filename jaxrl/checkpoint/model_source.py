@@ -524,11 +524,7 @@ def completion_ends(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...
     Raises:
         UserError: there are none, or the tokenizer's own has no row in the embedding.
     """
-    config = source.config
-    ids, rows = tokenizers.completion_ends(config.eos_ids, tokenizer), config.vocab_size
-        tokenizers.completion_ends(source.config.eos_ids, tokenizer),
-        source.config.vocab_size,
-    )
+    ids, rows = tokenizers.end_ids(source.config.eos_ids, tokenizer), source.config.vocab_size
     if not ids:
         raise UserError(
             f"model {source.name!r} names no end-of-sequence token: set eos_token_id in its"

@@ -437,7 +437,7 @@ def check_same_prompts(
 
 
 def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: set[int]) -> None:
-    """Refuses a teacher that ends completions at other tokens than the student (`completion_ends`).
+    """Refuses a teacher that ends completions at other tokens than the student (`end_ids`).
 
     Args:
         student, teacher: EOS ids of the tokenizers.
@@ -458,7 +458,7 @@ def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: 
     )
 
 
-def completion_ends(stated: Sequence[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def end_ids(stated: Sequence[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Returns the tokens that end a completion, as vLLM has them: those that the model's config and
     generation config state, and the tokenizer's own."""
     own = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

@@ -186,7 +186,7 @@ def test_completions_end_at_the_tokens_of_both_configs_and_of_the_tokenizer(
     source = resolve_model(folder)
     assert completion_ends(source, source.tokenizer()) == ends
     model = load_model(folder)
-    assert tokenizers.completion_ends(model.config.eos_ids, model.tokenizer) == ends
+    assert tokenizers.end_ids(model.config.eos_ids, model.tokenizer) == ends
     exported = export(source, tmp_path / "out", dtype="float32")
     for name in ("config.json", "generation_config.json"):
         stated = json.loads((exported / name).read_text())["eos_token_id"]
