@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import http.client
 import json
 import random
-import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +28,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType, SimpleNamespace
 from typing import TypeVar
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
+import httpx2
 import jax
 import numpy as np
 from pydantic import ValidationError
@@ -169,7 +168,7 @@ class Endpoint:
                         problem += f"; set {TOKEN} to its token"
                 except UserError:
                     raise
-                except (OSError, http.client.HTTPException) as error:
+                except (OSError, httpx2.TransportError) as error:
                     problem, again = self._explain(error)
                 except UNREADABLE as error:
                     why = short(" ".join(str(error).split()), 400)
@@ -204,60 +203,50 @@ class Endpoint:
         finally:
             self.turns.release()
 
-    def _explain(self, error: OSError | http.client.HTTPException) -> tuple[str, bool]:
+    def _explain(self, error: Exception) -> tuple[str, bool]:
         """Says what is wrong with a connection, and whether it may be right the next time."""
-        match error:
+        cause: BaseException = error
+        while (before := cause.__cause__ or cause.__context__) is not None:
+            cause = before
+        match cause:
             case ssl.SSLCertVerificationError():
                 hint = "set teacher.ca_file to its issuer's certificate"
-                if error.verify_code in (62, 64):  # another host, or another IP address
+                if cause.verify_code in (62, 64):  # another host, or another IP address
                     hint = "write the address with a host that the certificate names"
-                return f"its certificate is not trusted: {error.verify_message}; {hint}", False
+                return f"its certificate is not trusted: {cause.verify_message}; {hint}", False
             case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
                 return "it speaks no TLS: write http://", False
             case TimeoutError():
                 return LATE, True
-            case http.client.RemoteDisconnected() if self.url.startswith("http:"):
-                return f"{error} (if it speaks TLS, write https://)", True
-        why = error.strerror if isinstance(error, OSError) else None
-        return why or f"{type(error).__name__}: {error}", True
+        why = cause.strerror if isinstance(cause, OSError) else None
+        met = isinstance(error, httpx2.ReadError | httpx2.RemoteProtocolError)
+        hint = " (if it speaks TLS, write https://)" if met and self.url.startswith("http:") else ""
+        return f"{why or error or type(error).__name__}{hint}", True
 
     def _once(
         self, method: str, path: str, body: bytes | None, kind: str, end: float, most: int
-    ) -> tuple[int, bytes, http.client.HTTPMessage]:
-        """Returns status, body and headers of one answer; raises an OSError at `end`, a moment on
-        the clock of `awake`, or earlier where the process was frozen."""
-        url = urlsplit(self.url)
-        make: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
-        if url.scheme == "https":
-            make = partial(http.client.HTTPSConnection, context=self._tls)
-        assert url.hostname is not None
-        headers = {"Connection": "close"} | ({} if body is None else {"Content-Type": kind})
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """Returns status, body and headers of one answer. Raises TimeoutError, or what `httpx2`
+        does, where nothing comes until `end`, a moment on the clock of `awake`."""
+        headers = {"Accept-Encoding": "identity"} | ({} if body is None else {"Content-Type": kind})
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
         if (left := end - wall_clock().awake()) <= 0:
             raise TimeoutError
-        connection = make(url.hostname, url.port, timeout=min(left, CONNECT_S))
-        with contextlib.closing(connection):
-            connection.connect()
-            wire, left = connection.sock, end - wall_clock().awake()
-            wire.settimeout(max(left, 0.001))
-            # A socket's timeout is for each read: a server may send one byte after the other.
-            late = threading.Timer(left, socket.socket.shutdown, (wire, socket.SHUT_RDWR))
-            late.daemon = True
-            late.start()
-            try:
-                # A refusal may come before the whole body went.
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    connection.request(method, url.path.rstrip("/") + path, body, headers)
-                response = connection.getresponse()
-                answer = response.read(most + 1)
-            finally:
-                late.cancel()
-        if len(answer) > most:
-            raise ValueError(f"it is longer than the {most:,} bytes that were asked for")
-        if response.length:
-            raise http.client.IncompleteRead(b"", response.length)
-        return response.status, answer, response.headers
+        limits = httpx2.Timeout(left, connect=min(left, CONNECT_S))
+        url, answer = self.url.rstrip("/") + path, bytearray()
+        verify = self._tls if url.startswith("https:") else False
+        with (
+            httpx2.Client(verify=verify, trust_env=False, timeout=limits) as client,
+            client.stream(method, url, content=body, headers=headers) as response,
+        ):
+            for piece in response.iter_raw():
+                answer += piece
+                if len(answer) > most:
+                    raise ValueError(f"it is longer than the {most:,} bytes that were asked for")
+                if wall_clock().awake() >= end:
+                    raise TimeoutError
+        return response.status_code, bytes(answer), response.headers
 
 
 def _message(body: bytes) -> str:

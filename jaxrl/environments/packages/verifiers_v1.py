@@ -16,8 +16,10 @@ from contextlib import AsyncExitStack, suppress
 from functools import cache, cached_property
 from typing import Any
 
+import httpx2
 import verifiers.v1 as vf
-from aiohttp import ClientSession, web
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
@@ -28,7 +30,9 @@ from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.packages import seed_of
 from jaxrl.environments.tool_calls import Arguments, SchemaTool, as_text, parse_calls
-from jaxrl.errors import UserError
+from jaxrl.errors import Refused, UserError
+from jaxrl.process.http_server import HttpServer, Limits
+from jaxrl.process.streams import to_stderr
 from jaxrl.rewards.verifiers import after_thoughts
 
 __all__ = ["Turns", "Verifiers"]
@@ -41,7 +45,9 @@ START_S = 60.0
 MOST_TASKS = 1000
 """Tasks of a set that has no end."""
 LARGEST = 2**30
-"""Bytes of a request."""
+"""Bytes of requests."""
+MOST = 10_000
+"""Episodes that wait for a turn."""
 
 
 class Turns(vf.Harness[vf.HarnessConfig]):
@@ -70,16 +76,16 @@ class Turns(vf.Harness[vf.HarnessConfig]):
         async with AsyncExitStack() as stack:
             addresses = {name: {"url": url} for name, url in mcp_urls.items()}
             tools, places, servers = await connect_mcp({"mcpServers": addresses}, stack)
-            client = await stack.enter_async_context(ClientSession(timeout=None))
             headers = {"Authorization": f"Bearer {secret}"}
+            client = httpx2.AsyncClient(timeout=None, trust_env=False, headers=headers)
+            await stack.enter_async_context(client)
             while True:
                 body = {"model": ctx.model, "messages": messages}
                 body |= {"tools": tools} if tools else {}
-                url = f"{endpoint}/chat/completions"
-                async with client.post(url, json=body, headers=headers) as reply:
-                    if reply.status >= 400:  # the environment stops the episode, or has failed
-                        return vf.ProgramResult(1, "", await reply.text())
-                    message = (await reply.json())["choices"][0]["message"]
+                reply = await client.post(f"{endpoint}/chat/completions", json=body)
+                if reply.status_code >= 400:  # the environment stops the episode, or has failed
+                    return vf.ProgramResult(1, "", reply.text)
+                message = reply.json()["choices"][0]["message"]
                 messages.append({key: value for key, value in message.items() if value})
                 for call in message.get("tool_calls") or ():
                     name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -287,14 +293,18 @@ class _Stage:
 
     async def _serve(self) -> None:
         """Keeps the servers. One task opens and closes them, as the library asks."""
-        application = web.Application(client_max_size=LARGEST)
-        application.router.add_post("/chat/completions", self._complete)
-        runner = web.AppRunner(application)
+        loop, limits = asyncio.get_running_loop(), Limits(body_bytes=LARGEST, connections=MOST)
+        server = HttpServer("127.0.0.1", 0, limits=limits, log=to_stderr)
+
+        async def complete(request: Request) -> JSONResponse:
+            body = json.loads(await server.read_body(request, LARGEST))
+            episode = request.headers.get(SESSION_ID_HEADER, "")
+            turn = asyncio.run_coroutine_threadsafe(self._complete(episode, body), loop)
+            return JSONResponse(await asyncio.wrap_future(turn))
+
         try:
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            client = vf.EvalClientConfig(base_url=url, api_key_var="JAXRL_NO_KEY")
+            server.serve({"POST /chat/completions": complete})
+            client = vf.EvalClientConfig(base_url=server.url, api_key_var="JAXRL_NO_KEY")
             async with self._env.serving():
                 self._context.set_result(vf.ModelContext(model="policy", client=client))
                 await asyncio.Event().wait()
@@ -302,17 +312,17 @@ class _Stage:
             if not self._context.done():
                 self._context.set_exception(error)
         finally:
-            await runner.cleanup()
+            await asyncio.to_thread(server.close)
 
-    async def _complete(self, request: web.Request) -> web.Response:
-        play = self._plays.get(request.headers.get(SESSION_ID_HEADER, ""))
+    async def _complete(self, episode: str, request: JsonObject) -> JsonObject:
+        play = self._plays.get(episode)
         if play is None:
-            raise web.HTTPGone(text="the episode is over")
-        message = await play.completion(await request.json())
+            raise Refused(410, "the episode is over")
+        message = await play.completion(request)
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         choice = {"index": 0, "message": message, "finish_reason": reason}
         head = {"id": "turn", "object": "chat.completion", "created": 0, "model": "policy"}
-        return web.json_response({**head, "choices": [choice]})
+        return {**head, "choices": [choice]}
 
 
 @cache
