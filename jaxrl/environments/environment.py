@@ -97,7 +97,7 @@ class Environment:
         return None
 
     def _run(self, call: Call) -> str | Awaitable[str]:
-        """Returns what a tool returns, or why there is nothing that it could return."""
+        """Runs a tool; returns its result as text, or why there is none."""
         if isinstance(call, str):
             return call
         name, arguments = call

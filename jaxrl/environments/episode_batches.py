@@ -333,7 +333,7 @@ class EpisodeBatch:
         return result
 
     def _record(self, episode: _Episode, turn: int) -> JsonObject | None:
-        """Returns what an earlier process recorded; None from the first turn on that it did not
+        """Finds the record of an earlier process; None from the first turn on that it did not
         see."""
         if self._journal is None or not episode.replaying:
             return None
@@ -446,7 +446,7 @@ class Journal:
 
 
 def row_of(prompt: Prompt) -> JsonObject:
-    """Returns what `Environment.reset` gets of a prompt."""
+    """Makes the row that `Environment.reset` gets of a prompt."""
     chat = chat_of(prompt)
     columns = {key: value for key, value in prompt.columns.items() if key != "messages"}
     turns = {} if chat is None else {"messages": [dict(message) for message in chat]}
@@ -456,7 +456,7 @@ def row_of(prompt: Prompt) -> JsonObject:
 
 
 def own_prompt(prompt: Prompt) -> Prompted:
-    """Returns what `reset` returns where it makes no prompt of its own."""
+    """Makes the result of a `reset` that has no prompt of its own."""
     chat = chat_of(prompt)
     return prompt.text if chat is None else tuple(dict(message) for message in chat)
 

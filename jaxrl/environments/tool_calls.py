@@ -14,8 +14,10 @@ import json
 import keyword
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import TypeAdapter
 
 from jaxrl.data.example import JsonObject
@@ -100,7 +102,7 @@ def _types(schema: object) -> set[str] | None:
 
 
 def as_text(result: object) -> str:
-    """Returns what a tool returned, for the model: text as it is, bytes as UTF-8, an exception by
+    """Writes a tool's result for the model: text as it is, bytes as UTF-8, an exception by
     its text, anything else as JSON; values that JSON does not have as Python shows them, a table or
     a long array without quotes. The end of what is longer than LONGEST is left out. Raises what a
     generator raises."""
@@ -150,7 +152,7 @@ def _plain(value: Any) -> object:
 
 
 def _without_address(value: object) -> str:
-    """Returns what Python shows of a value, without the memory address, which changes nothing."""
+    """Shows a value as Python does, without its memory address, which means nothing."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
@@ -159,43 +161,20 @@ Call = tuple[str, Arguments] | str
 Read = tuple[list[Call], int]
 """The calls behind a mark, and where in the text reading goes on."""
 
-# Words for the model, which hold no special token of any family: it would become that token.
-JSON = 'JSON such as {"name": "f", "arguments": {"x": 1}}'
-NAMED = 'the name of a tool and JSON of its arguments, such as {"x": 1}'
-XML = "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"
-INVOKE = (
-    '<invoke name="f"><parameter name="x">1</parameter></invoke>, with the prefix of these tags'
+TABLE: dict[str, Any] = yaml.safe_load(
+    (Path(__file__).parents[1] / "assets" / "tool_calls.yaml").read_text(encoding="utf-8")
 )
-GLM = "f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>"
-GEMMA = "call:f{x:1}, with texts in the quotes that are for them"
-PYTHON = '[f(x=1, y="text")], with constants as arguments'
-
+"""What calls look like; each part says what its rows are."""
+_PATTERNS = {
+    name: re.compile(row[1], re.DOTALL)
+    for name, row in (TABLE["forms"] | TABLE["patterns"]).items()
+}
+_ENDS = re.compile(f"{TABLE['patterns']['ends'][1]}|{CLOSES.pattern}")
 _DECODER = json.JSONDecoder(strict=False)
 _NOT_JSON = (ValueError, RecursionError)
 _NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
-_GAP = re.compile(r"[\s;,]*")
-"""What may stand between two calls."""
-_ENDS = re.compile(
-    r"</tool_call>|<\|?/?tool_call\|?>|<\|tool_call_end\|>|<｜tool▁call▁end｜>|<\|END_ACTION\|>"
-    r"|<\|action_end\|>|</function(?:_calls)?>|\[TOOL_CALLS\]|</TOOLCALL>|</tool_calls>"
-    r"|<\|(?:call|end|return|start|eom|eot)\|>|" + CLOSES.pattern
-)
-"""Where reading goes on behind a call that cannot be read."""
-_MESSAGE_ENDS = re.compile(r"<\|(?:start|end|call|return|eom|eot)\|>")
 LONGEST_HEADER = 500
 """Characters before `<|message|>` in which a message of gpt-oss says what it is."""
-_BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"param')
-"""How Llama 3 begins a turn that is a call."""
-_FENCE = re.compile(
-    r"(?P<before>.*\n)?[ \t]*```(?:(?P<kind>json|tool_calls?|tool_code|python)\b|(?=[ \t]*\n))"
-    r"(?P<body>.*)```",
-    re.DOTALL | re.IGNORECASE,
-)
-"""A turn that ends with a fence: the last one that begins a line."""
-_COMMENT = re.compile(r"^(.*\))\s*#.*")
-_UNQUOTED_KEY = re.compile(r"(?<=[{,])\s*([^\s{}\[\],:][^{}\[\],:]*?)\s*:")
-_UNESCAPED = re.compile(r"(?<==)'(.*?)'(?=\s*(?:,\s*\w+=|\)\s*(?:[,\]]|$)))", re.DOTALL)
-"""A text among the arguments of a call in Python, whose quotes are not escaped (LFM2.5)."""
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 """Constants as JSON and Python spell them; chat templates write either."""
 
@@ -257,7 +236,7 @@ def _whole(text: str, at: int, tools: Tools) -> list[Call]:
     try:
         values, end = _values(text, start)
     except _NOT_JSON:
-        return [_wrong(JSON)] if _BARE.match(text, start) else []
+        return [_wrong("json")] if _PATTERNS["bare"].match(text, start) else []
     inner = [value.get("function", value) if isinstance(value, dict) else {} for value in values]
     keys = [value.keys() if isinstance(value, dict) else set() for value in inner]
     named = all("name" in some and some & {"parameters", "arguments"} for some in keys)
@@ -267,7 +246,7 @@ def _whole(text: str, at: int, tools: Tools) -> list[Call]:
 def _fenced(turn: str, tools: Tools) -> list[Call]:
     """Parses the calls in the fences that end a turn."""
     calls: list[Call] = []
-    while (fence := _FENCE.fullmatch(turn)) is not None:
+    while (fence := _PATTERNS["fence"].fullmatch(turn)) is not None:
         more = _in_fence((fence["kind"] or "").lower(), fence["body"].strip(), tools)
         if not more:
             break
@@ -282,10 +261,8 @@ def _in_fence(kind: str, body: str, tools: Tools) -> list[Call]:
         try:
             read = [_call(one) for one in _values(body, 0)[0]] if is_json else None
         except _NOT_JSON:
-            read = [_wrong(JSON)]
-        return (_as_python(body, tools) if read is None else read) or [
-            _wrong(f"{JSON}, or {PYTHON}")
-        ]
+            read = [_wrong("json")]
+        return (_as_python(body, tools) if read is None else read) or [_wrong("json", "python")]
     calls = _whole(body, 0, tools) if is_json else _as_python(body, tools)
     begins = re.split(r"[\s(]", body.lstrip("[ "), maxsplit=1)[0] in tools
     return calls if all(begins if isinstance(c, str) else c[0] in tools for c in calls) else []
@@ -300,7 +277,7 @@ def _unmarked(turn: str, tools: Tools) -> list[Call]:
         return calls if all(not isinstance(c, str) and c[0] in tools for c in calls) else []
     line = turn.splitlines()[-1].strip() if turn else ""
     if not line.endswith(")"):
-        line = _COMMENT.sub(r"\1", line)
+        line = _PATTERNS["comment"].sub(r"\1", line)
     if line.partition("(")[0].strip() not in tools or not line.endswith(")"):
         return []
     calls = _as_python(line, tools)
@@ -316,7 +293,7 @@ def _json(mark: re.Match[str], tools: Tools) -> Read:
         values, at = _values(mark.string, mark.end())
         return [_call(value) for value in values], at
     except _NOT_JSON:
-        return [_wrong(JSON)], _end(mark)
+        return [_wrong("json")], _end(mark)
 
 
 def _named(name: str, mark: re.Match[str]) -> Read:
@@ -328,7 +305,7 @@ def _named(name: str, mark: re.Match[str]) -> Read:
         value, at = _DECODER.raw_decode(text, _gap(mark.string, mark.end()))
         return [(name, _arguments(value))], at
     except _NOT_JSON:
-        return [_wrong(NAMED)], end
+        return [_wrong("named")], end
 
 
 def _tagged(mark: re.Match[str], tools: Tools) -> Read:
@@ -337,20 +314,20 @@ def _tagged(mark: re.Match[str], tools: Tools) -> Read:
     at = _gap(mark.string, mark.end())
     if mark.string.startswith(("{", "["), at):
         return _json(mark, tools)
-    if _FUNCTION.match(mark.string, at) or _INVOKED.match(mark.string, at):
+    if _PATTERNS["function"].match(mark.string, at) or _PATTERNS["invoked"].match(mark.string, at):
         return [], at
-    named = _GLM_NAME.match(mark.string, at)
+    named = _PATTERNS["glm name"].match(mark.string, at)
     known = named and (named["name"] in tools or named["fields"])
     if named is None or not known:
-        return [_wrong(f"{JSON}, or {XML}")], _end(mark)
-    return _fields(named, _GLM_FIELD, "</tool_call>", tools, GLM)
+        return [_wrong("json", "xml")], _end(mark)
+    return _fields(named, _PATTERNS["glm field"], "</tool_call>", tools, "glm")
 
 
 def _function(mark: re.Match[str], tools: Tools) -> Read:
     """Reads a function in a tag: with JSON (Llama 3), or with parameters in tags."""
     if mark.string.startswith("{", _gap(mark.string, mark.end())):
         return _json(mark, tools)
-    return _fields(mark, _XML_FIELD, "</function>", tools, XML)
+    return _fields(mark, _PATTERNS["xml field"], "</function>", tools, "xml")
 
 
 def _invoked(mark: re.Match[str], tools: Tools) -> Read:
@@ -361,7 +338,7 @@ def _invoked(mark: re.Match[str], tools: Tools) -> Read:
         rf"</{prefix}parameter>(?=\s*(?:<{prefix}parameter |</{prefix}invoke>|$))"
     )
     pattern = re.compile(field, re.DOTALL)
-    return _fields(mark, pattern, f"</{mark['prefix']}invoke>", tools, INVOKE)
+    return _fields(mark, pattern, f"</{mark['prefix']}invoke>", tools, "invoke")
 
 
 def _fields(
@@ -405,12 +382,12 @@ def _typed(text: str, types: set[str] | None) -> object:
 def _message(mark: re.Match[str], tools: Tools) -> Read:
     """Reads a message of gpt-oss or of Muse, which may be for a tool."""
     text, begin = mark.string, max(mark.start() - LONGEST_HEADER, 0)
-    header = _MESSAGE_ENDS.split(text[begin : mark.start()])[-1]
-    to = re.search(r"\bto=(functions\.)?([^\s<]+)", header)
+    header = _PATTERNS["message ends"].split(text[begin : mark.start()])[-1]
+    to = _PATTERNS["addressee"].search(header)
     addressed = to is not None and (to[1] is not None or to[2] in tools)
     thinks = "<|channel|>analysis" in header and not addressed
     if thinks or (to is not None and to[2] == "self"):
-        end = _MESSAGE_ENDS.search(text, mark.end())
+        end = _PATTERNS["message ends"].search(text, mark.end())
         return [], len(text) if end is None else end.start()
     if to is None or re.compile(r"\s*<[^|]").match(text, mark.end()):
         return [], mark.end()
@@ -425,13 +402,13 @@ def _gemma(mark: re.Match[str], tools: Tools) -> Read:
         if index % 2:
             parts[index] = json.dumps(part)
         else:
-            keyed = _UNQUOTED_KEY.sub(lambda key: json.dumps(key[1]) + ":", part)
+            keyed = _PATTERNS["unquoted key"].sub(lambda key: json.dumps(key[1]) + ":", part)
             words = r"(?<=[:,\[])\s*(True|False|None)(?=\s*[,\]}])"
             parts[index] = re.sub(words, lambda word: json.dumps(_WORDS[word[1]]), keyed)
     try:
         return [(mark["name"], _arguments(json.loads("".join(parts), strict=False)))], mark.end()
     except _NOT_JSON:
-        return [_wrong(GEMMA)], mark.end()
+        return [_wrong("gemma")], mark.end()
 
 
 def _python(mark: re.Match[str], tools: Tools) -> Read:
@@ -454,7 +431,7 @@ def _as_python(text: str, tools: Tools) -> list[Call]:
         try:
             body = ast.parse(text).body
         except SyntaxError:
-            body = ast.parse(_UNESCAPED.sub(lambda found: repr(found[1]), text)).body
+            body = ast.parse(_PATTERNS["unescaped"].sub(lambda found: repr(found[1]), text)).body
         values = [line.value if isinstance(line, ast.Expr) else line for line in body]
         nodes = [n for v in values for n in (v.elts if isinstance(v, ast.List) else [v])]
         return [_python_call(node, names, tools) for node in nodes]
@@ -469,7 +446,7 @@ def _python_call(node: ast.AST, names: Mapping[str, str], tools: Tools) -> Call:
         names: word in the text -> the name that it stands for, which is no word of Python.
     """
     if not isinstance(node, ast.Call):
-        return _wrong(PYTHON)
+        return _wrong("python")
     name = ast.unparse(node.func).removesuffix(".call")  # as Llama 3 calls what is built in
     name = names.get(name, name)
     try:
@@ -478,7 +455,7 @@ def _python_call(node: ast.AST, names: Mapping[str, str], tools: Tools) -> Call:
             raise ValueError
         named = {str(word.arg): _constant(word.value) for word in node.keywords}
     except ValueError:  # its text would tell where in memory a node is
-        return _wrong(PYTHON)
+        return _wrong("python")
     tool = tools.get(name)
     if tool is None:
         return name, named
@@ -521,11 +498,11 @@ def _call(value: object) -> Call:
     name = next((call[key] for key in ("name", "tool_name", "function") if key in call), None)
     given = [call[key] for key in ("arguments", "parameters", "args") if key in call]
     if not isinstance(name, str):
-        return _wrong(JSON)
+        return _wrong("json")
     try:
         return name, _arguments(given[0] if given else None)
     except _NOT_JSON:
-        return _wrong(JSON)
+        return _wrong("json")
 
 
 def _arguments(value: object) -> Arguments:
@@ -541,13 +518,13 @@ def _arguments(value: object) -> Arguments:
     return value
 
 
-def _wrong(form: str) -> str:
-    return f"Error: a tool call must be {form}"
+def _wrong(*forms: str) -> str:
+    return f"Error: a tool call must be {', or '.join(TABLE['words'][form] for form in forms)}"
 
 
 def _gap(text: str, at: int) -> int:
     """Returns where the next call may begin."""
-    gap = _GAP.match(text, at)
+    gap = _PATTERNS["gap"].match(text, at)
     assert gap is not None  # it may be empty
     return gap.end()
 
@@ -558,50 +535,14 @@ def _end(mark: re.Match[str]) -> int:
     return len(mark.string) if end is None else end.start()
 
 
-_XML_FIELD = re.compile(
-    r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-    r"(?=\s*(?:<parameter=|</function>|</tool_call>|$))",
-    re.DOTALL,
-)
-_GLM_FIELD = re.compile(
-    r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
-    r"(?=\s*(?:<arg_key>|</tool_call>|$))",
-    re.DOTALL,
-)
-_GLM_NAME = re.compile(r"(?P<name>[^\s<>{}()\[\]\"]+)\s*(?=(?P<fields><arg_key>)|</tool_call>|$)")
-_FUNCTION = re.compile(r"<function=(?P<name>[^>\n]+)>")
-_INVOKED = re.compile(r'<(?P<prefix>[^<>\s/]*?)invoke name="(?P<name>[^"]+)"\s*>')
-_GEMMA = re.compile(
-    r"<\|tool_call>\s*call:(?P<name>[^\s{]+)\s*"
-    r'(?P<body>(?:[^<]+|<\|"\|>.*?<\|"\|>|<(?!\|"\|>|tool_call\|>|\|tool_call>))*+)',
-    re.DOTALL,
-)
-_DEEPSEEK = re.compile(
-    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]+)\s*(?:<｜tool▁sep｜>|```json)"
-)
-_KIMI = re.compile(
-    r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?\s*"
-    r"<\|tool_call_argument_begin\|>"
-)
-_MISTRAL = re.compile(
-    r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?)?"
-)
-_LISTED = re.compile(r"<\|tool_call\|>|<\|START_ACTION\|>|<\|action_start\|>\s*<\|plugin\|>")
-_PYTHONIC = re.compile(
-    r"<\|tool_call_start\|>|<function_calls>|<\|python_tag\|>|<TOOLCALL>|<tool_calls>"
-    r'|\bfunctools(?=\s*\[\s*\{\s*")'
-)
-
-FORMS: dict[re.Pattern[str], Callable[[re.Match[str], Tools], Read]] = {
-    re.compile(r"<tool_call>"): _tagged,  # Hermes, Qwen2.5, Qwen3, GLM-4.5; around others too
-    _FUNCTION: _function,  # Qwen3.5, Qwen3-Coder, Nemotron 3, Seed; with JSON Llama 3
-    _INVOKED: _invoked,  # Muse, MiniMax, DeepSeek V3.2
-    re.compile(r"<\|message\|>"): _message,  # gpt-oss
-    _GEMMA: _gemma,  # Gemma 4
-    _DEEPSEEK: _json,  # DeepSeek V3 and R1
-    _KIMI: _json,  # Kimi K2
-    _MISTRAL: _json,  # Mistral
-    _LISTED: _json,  # Phi-4, Granite; Cohere; InternLM
-    _PYTHONIC: _python,  # LFM2; Olmo 3; Llama 3, as JSON too; Nemotron, Jamba; Phi-4-mini
+READERS: dict[str, Callable[[re.Match[str], Tools], Read]] = {
+    "tagged": _tagged,
+    "function": _function,
+    "invoked": _invoked,
+    "message": _message,
+    "gemma": _gemma,
+    "json": _json,
+    "python": _python,
 }
-"""What calls begin with -> what reads them; docs/environments.md shows what each looks like."""
+FORMS = {_PATTERNS[name]: READERS[row[2]] for name, row in TABLE["forms"].items()}
+"""What calls begin with -> what reads them."""

@@ -32,7 +32,7 @@ from jaxrl.process.json_types import JsonObject
 from jaxrl.report.read import RunFiles
 from jaxrl.report.timeline_lanes import Activity, evenly, lanes, reason, understand, waited
 from jaxrl.run.run_dir import meshes
-from jaxrl.telemetry.metrics import Metric, describe, held_out_reward
+from jaxrl.telemetry.metrics import Metric, find_metric, held_out_reward
 from jaxrl.telemetry.plot import labels
 from jaxrl.types import Row
 
@@ -130,7 +130,7 @@ def page(
             "step_at": lambda at: next((str(n) for end, n in activity.steps if end >= at), "–"),
             "columns": get_args(Column),
             "pools": memory_pools(run),
-            "about": about(run),
+            "about": session_facts(run),
             "figures": headline(run, activity),
             "headlined": HEADLINED,
             "sample_columns": sample_columns(run),
@@ -141,11 +141,11 @@ def page(
         if len(shown) < n:
             steps = len({sample["step"] for sample in shown})
             values["chosen"] = f"{len(shown)} of {n} samples: those of {steps} steps, evenly chosen"
-    return environment().get_template("page.html").render(values).lstrip()
+    return templates().get_template("page.html").render(values).lstrip()
 
 
 @cache
-def environment() -> Environment:
+def templates() -> Environment:
     made = Environment(
         loader=PackageLoader("jaxrl.report", "assets"),
         autoescape=True,
@@ -213,7 +213,7 @@ class Figure(NamedTuple):
     """Whether the note is about something that went wrong."""
 
 
-def about(run: RunFiles) -> tuple[list[str], str]:
+def session_facts(run: RunFiles) -> tuple[list[str], str]:
     """Returns when and where the run began, with which jaxrl, and how often it was resumed, without
     what its files do not tell; and the newest command, or an empty text."""
     first, newest = (run.sessions[0], run.sessions[-1]) if run.sessions else ({}, {})
@@ -228,7 +228,7 @@ def about(run: RunFiles) -> tuple[list[str], str]:
 
 
 def headline(run: RunFiles, activity: Activity) -> list[Figure]:
-    """Returns what the run reached, what it was trained on, and its time."""
+    """Lists the figures of what the run reached, what it was trained on, and its time."""
     figures = []
     teacher = [f"the teacher has {v:.1%}" for v in _values(run.rows, "teacher/accuracy")[:1]]
     judged = any(held_out_reward(row) is not None for row in run.rows)
@@ -447,7 +447,7 @@ def samples(run: RunFiles) -> list[JsonObject]:
     for step in evenly(list(by_step), max(2, SAMPLES // most)):
         for sample in by_step[step]:
             agreement = sample.get("agreement")
-            (rounded,) = short([of_step.get(step) if agreement is None else agreement])
+            (rounded,) = round_values([of_step.get(step) if agreement is None else agreement])
             fields = {name: sample.get(name) for name in FIELDS}
             for name in ("prompt", "completion"):
                 text = str(sample.get(name) or "")
@@ -489,7 +489,7 @@ def charts(runs: Sequence[RunFiles]) -> list[JsonObject]:
     for title, members in groups.items():
         charts, constants = list[JsonObject](), list[JsonObject]()
         for name in members:
-            metric = describe(name) or UNKNOWN
+            metric = find_metric(name) or UNKNOWN
             described = {"name": name, "unit": metric.unit, "meaning": metric.meaning}
             each = [{row[name] for row in run.rows if name in row} for run in runs]
             if all(len(values) <= 1 for values in each):
@@ -521,11 +521,11 @@ def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> JsonObje
         kept = evenly(known, limit)
         series["x"] = [row["step"] for row in kept]
         ends = (("y", name), ("low", f"{name}_low"), ("high", f"{name}_high"))
-        return series | {key: short([row.get(end) for row in kept]) for key, end in ends}
+        return series | {key: round_values([row.get(end) for row in kept]) for key, end in ends}
     return series | thin([row["step"] for row in known], [row[name] for row in known], limit)
 
 
-def short(values: Sequence[float | None]) -> list[float | None]:
+def round_values(values: Sequence[float | None]) -> list[float | None]:
     """Rounds each value to six digits: more than a screen shows, in half the bytes."""
     return [None if v is None else v if isinstance(v, int) else float(f"{v:.6g}") for v in values]
 
@@ -536,14 +536,14 @@ def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> JsonObjec
     out, mx and my have the means of each stretch."""
     n = len(steps)
     if n <= limit:
-        return {"x": list(steps), "y": short(values)}
+        return {"x": list(steps), "y": round_values(values)}
     size = ceil(n / max(1, (limit - 2) // 2))
     stretches = [range(start, min(start + size, n)) for start in range(0, n, size)]
     extremes = {pick(here, key=values.__getitem__) for here in stretches for pick in (min, max)}
     kept = sorted({0, n - 1} | extremes)
     return {
         "x": [steps[i] for i in kept],
-        "y": short([values[i] for i in kept]),
-        "mx": short([fmean(steps[i] for i in here) for here in stretches]),
-        "my": short([fmean(values[i] for i in here) for here in stretches]),
+        "y": round_values([values[i] for i in kept]),
+        "mx": round_values([fmean(steps[i] for i in here) for here in stretches]),
+        "my": round_values([fmean(values[i] for i in here) for here in stretches]),
     }

@@ -79,7 +79,7 @@ class Activity:
 
 
 def waited(idle: Iterable[Gap]) -> dict[str, float]:
-    """Returns what gaps waited for, as `rollout.generate` -> microseconds, most first."""
+    """Maps what gaps waited for, as `rollout.generate`, to microseconds, most first."""
     total: dict[str, float] = defaultdict(float)
     for gap in idle:
         for cause, start, end in gap.causes:
@@ -201,7 +201,7 @@ def lanes(activity: Activity) -> JsonObject:
 
 
 def _label(track: str, aside: bool, pool: str) -> str:
-    """Returns what a lane shows, under the name of its pool: `calls`, `phases`, `in background`;
+    """Names a lane, under the name of its pool: `calls`, `phases`, `in background`;
     with the role where the pool has several, and the number of a process after the first."""
     if track.startswith(WORKER):
         process = track.removeprefix(WORKER + pool).removeprefix(".")

@@ -214,7 +214,7 @@ class Function:
 
 
 def _judge_of(source: ItemSource) -> Callable[[Item], object]:
-    """Returns what comes with jaxrl; of sums it also says what is wrong."""
+    """Loads a judge that comes with jaxrl; that of sums also says what is wrong."""
     if source.option == "regex":
         pattern = re.compile(source.place)
         return lambda item: float(pattern.search(item.completion) is not None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -198,18 +198,16 @@ class Reporter:
             )
             prompt, completion = rollout.prompts[i], rollout.completions[i]
             judges = split == "train" and completion.failure is None
-            samples.append(
-                Sample.of(
-                    prompt,
-                    completion,
-                    step=step,
-                    split=split,
-                    policy_version=rollout.policy_version,
-                    score=self.job.judge(completion.whole_text, prompt) if judges else None,
-                    reward=reward,
-                    agreement=agreed,
-                )
+            sample = Sample.of(
+                prompt,
+                completion,
+                step=step,
+                split=split,
+                policy_version=rollout.policy_version,
+                score=self.job.judge(completion.whole_text, prompt) if judges else None,
+                reward=reward,
             )
+            samples.append(replace(sample, agreement=agreed))
         if samples:
             write_samples(self.samples, samples)
             if self.trackers is not None:

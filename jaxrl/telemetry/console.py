@@ -361,7 +361,7 @@ class Cell:
 
 
 def worker_line(state: WorkerState, now: float) -> str:
-    """Returns what a worker does, since when, and what is odd: ``rollout: idle for 0:07``."""
+    """Says what a worker does, since when, and what is odd: ``rollout: idle for 0:07``."""
     detail = f" ({state.detail})" if state.detail else ""
     does = f"{worker_name(state)}: {state.phase} for {format_seconds(now - state.since)}{detail}"
     return ", ".join([does, *_oddities(state, now)])

@@ -51,7 +51,7 @@ PLACEHOLDERS = {
 
 
 def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
-    """Returns what an evaluation measures on one set of held-out prompts, or on all of them."""
+    """Makes the rows for evaluations on one set of held-out prompts, or on all of them."""
     rates = {}
     for name, meaning in (
         (f"{prefix}/accuracy", f"mean verifier score on {where} (mean@k)"),
@@ -313,8 +313,8 @@ Value = SupportsFloat | None
 Row = dict[str, int | float | None]
 
 
-def describe(name: str) -> Metric | None:
-    """Returns what ``name`` means; None where the table does not have it."""
+def find_metric(name: str) -> Metric | None:
+    """Finds a name in the table; None where it is not there."""
     if name in METRICS and "{" not in name:
         return METRICS[name]
     matches = (metric for pattern, metric in _PATTERNS if pattern.fullmatch(name))
@@ -327,7 +327,7 @@ def _row(step: int, metrics: Mapping[str, Value]) -> Row:
         raise ValueError(f"row of step {step} carries step={metrics['step']}")
     row: Row = {"step": step}
     for name, value in metrics.items():
-        metric = describe(name)
+        metric = find_metric(name)
         if metric is None:
             hint = near(name, METRICS)
             raise ValueError(f"metric {name!r} is not documented in METRICS{hint}")
@@ -497,9 +497,8 @@ class Sample:
         step: int,
         split: Literal["train", "data", "eval"],
         policy_version: int,
-        score: float | None,
+        score: float | None = None,
         reward: float | None = None,
-        agreement: float | None = None,
     ) -> Self:
         turns = completion.turns
         given = [turn.reward for turn in turns if turn.reward is not None]
@@ -515,7 +514,6 @@ class Sample:
             answer=prompt.answer,
             score=score,
             reward=sum(given) if reward is None and given else reward,
-            agreement=agreement,
             turns=tuple(shown) or None,
             failure=completion.failure,
         )
@@ -529,7 +527,7 @@ def write_samples(file: JsonLines, samples: Sequence[Sample]) -> None:
     file.append([json.dumps(row, ensure_ascii=False) for row in rows])
 
 
-def markdown() -> str:
+def metrics_page() -> str:
     """Returns the page docs/metrics.md."""
     lines = [
         "# Metrics",
@@ -564,7 +562,7 @@ def markdown() -> str:
 
 def main(argv: Sequence[str]) -> None:
     cli.Parser("jaxrl.telemetry.metrics", "Prints the page docs/metrics.md.").parse(argv)
-    print(markdown(), end="")
+    print(metrics_page(), end="")
 
 
 if __name__ == "__main__":

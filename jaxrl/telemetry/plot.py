@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxrl.config import cli
 from jaxrl.errors import UserError, user_path
-from jaxrl.telemetry.metrics import METRICS_FILE, describe, read_metrics
+from jaxrl.telemetry.metrics import METRICS_FILE, find_metric, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +86,7 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
 
 
 def _draw_panel(axes: Axes, name: str, runs: Mapping[str, Rows]) -> None:
-    metric = describe(name)
+    metric = find_metric(name)
     assert metric is not None, f"{name} stands in no table"
     axes.set_title(f"{name} ({metric.unit})", fontsize=11)
     axes.set_xlabel("step", fontsize=10)

@@ -22,7 +22,7 @@ from tiny_tokenizer import tiny_tokenizer
 from jaxrl import Config, load_model
 from jaxrl.config import cli
 from jaxrl.run.launch import MAKERS
-from jaxrl.telemetry.metrics import describe, read_metrics
+from jaxrl.telemetry.metrics import find_metric, read_metrics
 from jaxrl.train import main, train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -48,7 +48,7 @@ def test_what_a_run_leaves_behind(reference):
     folder = reference.run_dir
     rows = read_metrics(folder)
     assert rows == reference.metrics and [row["step"] for row in rows] == [0, 1, 2]
-    assert all(describe(name) is not None for row in rows for name in row)
+    assert all(find_metric(name) is not None for row in rows for name in row)
     assert all("eval/accuracy" in row for row in rows) and "teacher/accuracy" in rows[0]
     assert [row["policy_version"] for row in rows[1:]] == [0, 1]
     assert rows[1]["weights/sync_bytes"] > 0 and rows[1]["rollout/decode_steps"] > 0

@@ -24,7 +24,7 @@ from cases import and_slow
 from jaxrl.data.thoughts import THOUGHTS, opened_thoughts
 from jaxrl.environments import Answer, Environment
 from jaxrl.environments.environment_process import observed
-from jaxrl.environments.tool_calls import SchemaTool, as_text, parse_calls
+from jaxrl.environments.tool_calls import TABLE, SchemaTool, as_text, parse_calls
 from jaxrl.errors import UserError
 
 STRING, TYPES = {"type": "string"}, ("integer", "number", "boolean", "null", "array", "object")
@@ -655,3 +655,21 @@ def test_a_table_is_shown_as_python_shows_it() -> None:
 
 async def _later_answer(answer: Any) -> Any:
     return await answer
+
+
+@pytest.mark.parametrize("name", TABLE["forms"])
+def test_each_form_of_the_table_is_read(name: str) -> None:
+    families, pattern, _, example = TABLE["forms"][name]
+    tool = SchemaTool(
+        "f", "", {"properties": {"x": {"type": "integer"}}}, lambda name, given: given
+    )
+    assert re.search(pattern, example) and parse_calls(example, [tool]) == [("f", {"x": 1})], (
+        families
+    )
+
+
+@pytest.mark.parametrize("name", TABLE["patterns"])
+def test_each_pattern_of_the_table_finds_its_example(name: str) -> None:
+    _, pattern, example, expected = TABLE["patterns"][name]
+    found = re.search(pattern, example, re.DOTALL)
+    assert found is not None and found[0] == expected

@@ -33,7 +33,7 @@ from jaxrl.models.families import FAMILIES
 from jaxrl.models.rope import KINDS
 from jaxrl.rewards.verifiers import VERIFIERS
 from jaxrl.sharding.placement import ROLES, parse
-from jaxrl.telemetry.metrics import METRICS, describe
+from jaxrl.telemetry.metrics import METRICS, find_metric
 
 EXAMPLES = [
     *sorted(DOCS.glob("add-*.md")),
@@ -227,7 +227,7 @@ def test_keys_and_metrics_that_a_page_names_exist(page: Path) -> None:
         if re.fullmatch(rf"({sections})(\.[a-z_]+)+", key):
             assert key in known or any(path.startswith(f"{key}.") for path in known), code
         if re.fullmatch(rf"({prefixes})/[\w@/{{}}]+", code) and code not in METRICS:
-            assert describe(code) is not None, code
+            assert find_metric(code) is not None, code
 
 
 @cache

@@ -28,7 +28,7 @@ from jaxrl.config import cli
 from jaxrl.process.interrupt import Interrupted
 from jaxrl.roles.actor import Actor
 from jaxrl.sampling.engine import Engine
-from jaxrl.telemetry.metrics import describe, read_metrics
+from jaxrl.telemetry.metrics import find_metric, read_metrics
 from jaxrl.train import main, train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -96,7 +96,7 @@ def plain(student, tmp_path_factory):
 def test_a_run_tells_its_rewards(plain):
     rows = read_metrics(plain.run_dir)
     assert rows == plain.metrics and [row["step"] for row in rows] == [0, 1, 2]
-    assert all(describe(name) is not None for row in rows for name in row)
+    assert all(find_metric(name) is not None for row in rows for name in row)
     for row in rows[1:]:
         assert all(np.isfinite(value) for value in row.values())
         assert row["reward/mean"] == row["reward/length/mean"] and row["reward/std"] > 0

@@ -34,12 +34,10 @@ from jaxrl.report import timeline_lanes
 from jaxrl.report.html_page import (
     SAMPLES,
     _asset,
-    about,
     bytes_text,
     changed_keys,
     charts,
     differing_keys,
-    environment,
     evenly,
     facts,
     headline,
@@ -47,6 +45,8 @@ from jaxrl.report.html_page import (
     page,
     sample_columns,
     samples,
+    session_facts,
+    templates,
     thin,
 )
 from jaxrl.report.read import read_run
@@ -243,11 +243,11 @@ def test_the_summary(run: Path) -> None:
     )
     assert took.note == told["state"] and not took.alarm
     began = ["2026-01-02 03:04", "host", "jaxrl 1.2", "resumed 1 time"]
-    assert about(files) == (began, "jaxrl train")
+    assert session_facts(files) == (began, "jaxrl train")
     bare = replace(
         files, sessions=({"step": 0, "mesh": "actor=1"}, {"step": 1, "mesh": "actor=1"}), config={}
     )
-    assert about(bare) == (["resumed 1 time"], "")
+    assert session_facts(bare) == (["resumed 1 time"], "")
     text = page([bare])
     assert "<code>resumed" not in text and 'class="alarm"' not in text  # how long is not known
     assert sample_columns(files) == [
@@ -365,7 +365,7 @@ def test_a_profile_is_a_table_of_its_stages() -> None:
     peak = Ceilings("H200", 989e12, 4.8e12, published=True, shared=False)
     wait = PoolWait("actor", busy=0.25, seconds=2.0, waited={})
     table = StageTable((3, 4), 2.0, {"actor": peak, "rollout": peak}, (stage,), (wait,))
-    sections = environment().get_template("sections.html").module
+    sections = templates().get_template("sections.html").module
     told = str(sections.profile(json.loads(table.to_json())))
     assert "Steps 3 to 4, 2 s each. Idle: actor 75%." in told
     assert (

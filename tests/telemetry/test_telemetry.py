@@ -30,9 +30,9 @@ from jaxrl.telemetry.metrics import (
     JsonLines,
     MetricsWriter,
     Sample,
-    describe,
+    find_metric,
     held_out_reward,
-    markdown,
+    metrics_page,
     read_metrics,
     write_samples,
 )
@@ -106,7 +106,7 @@ def test_every_name_in_the_source_stands_in_the_table() -> None:
     families = "|".join(sorted({name.split("/")[0] for name in METRICS if "/" in name}))
     literal = re.compile(rf'"((?:{families})/[a-z0-9_@]+)"')
     names = {name for text in package_texts().values() for name in literal.findall(text)}
-    assert [name for name in names - {"tokens/s"} if describe(name) is None] == []
+    assert [name for name in names - {"tokens/s"} if find_metric(name) is None] == []
     assert {"eval/accuracy", "distill/divergence"} <= names
 
 
@@ -188,7 +188,7 @@ def test_every_name_in_the_table_is_made_somewhere_in_the_source() -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_may_report_its_memory(role: str) -> None:
-    assert describe(f"memory/{role}/peak_bytes") is METRICS["memory/{role}/peak_bytes"]
+    assert find_metric(f"memory/{role}/peak_bytes") is METRICS["memory/{role}/peak_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_every_role_may_report_its_memory(role: str) -> None:
     ],
 )
 def test_names_with_a_variable_part_resolve(name: str, entry: str | None) -> None:
-    assert describe(name) is (None if entry is None else METRICS[entry])
+    assert find_metric(name) is (None if entry is None else METRICS[entry])
 
 
 def test_each_name_of_the_table_has_one_entry() -> None:
@@ -222,16 +222,16 @@ def test_each_name_of_the_table_has_one_entry() -> None:
     for name, metric in METRICS.items():
         for variable, example in examples.items():
             name = name.replace(variable, example)
-        assert describe(name) is metric, name
+        assert find_metric(name) is metric, name
         assert sum(p.fullmatch(name) is not None for p, _ in metrics._PATTERNS) <= 1, name
 
 
 def test_the_page_of_the_table_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
     again = "python -m jaxrl.telemetry.metrics > docs/metrics.md"
-    assert page.read_text(encoding="utf-8") == markdown(), f"make it again: {again}"
+    assert page.read_text(encoding="utf-8") == metrics_page(), f"make it again: {again}"
     assert cli.run(metrics.main, []) == 0
-    assert capsys.readouterr().out == markdown()
+    assert capsys.readouterr().out == metrics_page()
 
 
 def test_counts_stay_whole_through_patterns(tmp_path: Path) -> None:

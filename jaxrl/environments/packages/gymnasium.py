@@ -78,7 +78,7 @@ class Gymnasium(Environment):
         self.game.close()
 
     def words(self, observation: Any, info: JsonObject) -> str:
-        """Returns what the model reads of an observation: coloured text stands in brackets."""
+        """Writes an observation for the model: coloured text stands in brackets."""
         shown = observation if isinstance(observation, str) else str(self.game.render())
         return COLOURED.sub(r"[\1]", shown)
 

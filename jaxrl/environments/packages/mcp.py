@@ -148,7 +148,7 @@ def _tools_of(server: Server) -> tuple[Tool, ...]:
 
 
 def _target(server: Server) -> Any:
-    """Returns what a client of the library connects to."""
+    """Converts to the place that a client of the library connects to."""
     if isinstance(server, str):
         return server
     command, *words = server
@@ -157,7 +157,7 @@ def _target(server: Server) -> Any:
 
 
 def _text(result: CallToolResult) -> str:
-    """Returns what a tool returned in a form that a model can read: its texts, and anything else by
+    """Writes a tool's result as a model can read it: its texts, and anything else by
     its kind."""
     parts = []
     for block in result.content:

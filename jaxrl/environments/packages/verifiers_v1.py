@@ -171,7 +171,7 @@ class _Play:
         return found
 
     async def turn(self, text: str) -> Answer:
-        """Returns what the environment answers to a turn of the policy."""
+        """Asks the environment for its answer to a turn of the policy."""
         calls = parse_calls(text, _as_tools(self.request))
         wrong = [call for call in calls if isinstance(call, str)]
         if wrong:  # the environment takes no call that cannot be read
