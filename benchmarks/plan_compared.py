@@ -1,12 +1,11 @@
-"""What the plan says of programs, against the compilers of GPUs and TPUs; prints a table.
+"""The walk over a program's equations, by which a run is planned, against the compilers of GPUs and
+TPUs; prints a table.
 
-    python benchmarks/plan_compared.py [REGEX] [--compiled FILE] [--walk]
+    python benchmarks/plan_compared.py [REGEX] [--compile]
 
 No accelerator is needed, but the extra `aot`. Each program of `CASES` whose name has the pattern is
-traced from `config.json` alone and compiled up to the assignment of its memory, in about 10 s each.
-With `--compiled` the compilers' figures are read from that file where it has them, and added to
-it where not: a change of the plan is then compared in seconds. With `--walk` the first figure is
-that of the walk over the program's equations (`plan.live_arrays`) in place of the plan's.
+traced from `config.json` alone. What the compilers said is in `compiled_bytes.json`; with
+`--compile` they are asked again, in about 10 s each, and the file is written anew.
 """
 
 from __future__ import annotations
@@ -14,10 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +75,17 @@ class Case:
     def run(self, tmp: Path) -> Config:
         return config(tmp, {"num_hidden_layers": self.layers} | dict(self.model), **self.keys)
 
-    def planned(self, tmp: Path) -> int:
-        """Bytes that the role holds on a device while the program runs, by the plan alone."""
-        for plan, program in programs(self.run(tmp), self.target, self.program):
-            if program.role == self.role:
-                return plan.accounts[self.role].planned(program)
-        raise KeyError(f"no run of {self.keys} has a program {self.role} {self.program}")
-
     def walked(self, tmp: Path) -> int:
-        """The same by the walk over the program's equations."""
+        """Bytes that the role holds on a device while the program runs, by the walk."""
         for _, program in programs(self.run(tmp), self.target, self.program):
             if program.role == self.role:
                 arguments = local_bytes((program.args, program.kwargs))
                 return arguments + program.beside + live_arrays(program).bytes
         raise KeyError(f"no run of {self.keys} has a program {self.role} {self.program}")
 
-    def compared(self, tmp: Path) -> tuple[int, int]:
-        """The same by the plan and by the compiler."""
-        return planned_and_reported(self.run(tmp), self.target, self.role, self.program)
+    def compiled(self, tmp: Path) -> int:
+        """The same by the compiler."""
+        return planned_and_reported(self.run(tmp), self.target, self.role, self.program)[1]
 
 
 def cases() -> Iterator[tuple[str, Case]]:
@@ -145,34 +140,38 @@ def cases() -> Iterator[tuple[str, Case]]:
 CASES = dict(cases())
 
 
+RECORD = Path(__file__).parent / "compiled_bytes.json"
+"""The compilers' versions, and by them the bytes of each case."""
+
+
+def recorded() -> dict[str, int]:
+    return dict(json.loads(RECORD.read_text())["bytes"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("pattern", nargs="?", default="", help="of the names; default: all")
-    parser.add_argument("--compiled", type=Path, help="file of the compilers' figures")
-    parser.add_argument("--walk", action="store_true", help="the walk in place of the plan")
+    parser.add_argument("--compile", action="store_true", help="ask the compilers again")
     args = parser.parse_args()
-    file = args.compiled
-    known = json.loads(file.read_text()) if file is not None and file.exists() else {}
-
-    def row(name: str) -> tuple[int, int]:
+    versions = {name: version(name) for name in ("jax", "libtpu", "jax-cuda12-plugin")}
+    compiled, off = recorded(), defaultdict[str, list[float]](list)
+    print("| program | walked, GB | compiled, GB | off by |\n| --- | --- | --- | --- |")
+    for name in (name for name in CASES if re.search(args.pattern, name)):
         with tempfile.TemporaryDirectory() as tmp:
-            if name in known:
-                return CASES[name].planned(Path(tmp)), known[name]
-            planned, compiled = CASES[name].compared(Path(tmp))
-        known[name] = compiled
-        if file is not None:
-            file.write_text(json.dumps(known, indent=1) + "\n")
-        return planned, compiled
-
-    names = [name for name in CASES if re.search(args.pattern, name)]
-    print("| program | planned, GB | compiled, GB | off by |\n| --- | --- | --- | --- |")
-    for name in names:
-        planned, compiled = row(name)
-        if args.walk:
-            with tempfile.TemporaryDirectory() as tmp:
-                planned = CASES[name].walked(Path(tmp))
-        off = planned / compiled - 1
-        print(f"| {name} | {planned / GB:.2f} | {compiled / GB:.2f} | {off:+.1%} |", flush=True)
+            walked = CASES[name].walked(Path(tmp))
+            if args.compile:
+                compiled[name] = CASES[name].compiled(Path(tmp))
+                ordered = {name: compiled[name] for name in CASES if name in compiled}
+                record = {"versions": versions, "bytes": ordered}
+                RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        there = compiled[name]
+        off[name.partition(":")[0]].append(walked / there - 1)
+        print(f"| {name} | {walked / GB:.2f} | {there / GB:.2f} | {walked / there - 1:+.1%} |")
+    print("\n| target | programs | lowest | median size | highest |\n" + "| --- " * 5 + "|")
+    for target, all_of in off.items():
+        median = statistics.median(map(abs, all_of))
+        ends = f"{min(all_of):+.1%} | {median:.1%} | {max(all_of):+.1%}"
+        print(f"| {target} | {len(all_of)} | {ends} |")
 
 
 if __name__ == "__main__":

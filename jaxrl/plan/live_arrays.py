@@ -2,14 +2,23 @@
 and no constant fitted to a compiler.
 
 1. What is computed element by element is in memory only where something reads it that is no fusion
-   (a product, a loop, a kernel, a sort, a gather), or where it is a result.
+   (a product, a loop, a kernel, a sort, a gather, a barrier), or where it is a result.
 2. An array lives from the equation that makes it to the last one that reads it, or that reads what
    is fused from it.
-3. A loop needs its body once, and its stacked results whole; a carry, and what is updated in place,
-   take the place of what they began with, and results that of donated arguments.
-4. Arrays are divided over the devices as what they are computed from, and results as the program
-   says. What a product sums over the devices is whole on each until it is used; weights that are
-   divided along another dim than the result are gathered for it.
+3. What is computed from an array that nothing else reads takes its place; a product writes it
+   directly. So do a loop's carries, and what is updated, with what they began with, and results
+   with donated arguments.
+4. A loop needs its body once, and its stacked results whole. A TPU computes before a loop what the
+   loop's constants alone decide, such as weights in the dtype of the products.
+5. Arrays are divided over the devices as what they are computed from, stacked gradients as what
+   they are added to, and results as the program says.
+6. What is summed over the devices is whole on each until it is used; weights that are divided along
+   another dim than the result are gathered for it. Where that is not their first dim, a GPU and a
+   CPU gather a transposed copy.
+7. A TPU's tiles have 128 columns: it keeps a table of another number transposed, and copies it
+   where its rows are read.
+
+`benchmarks/plan_compared.py` compares it with the compilers of GPUs and TPUs.
 """
 
 from __future__ import annotations
@@ -17,12 +26,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import core
 
+from jaxrl.models.kernels import TPU
 from jaxrl.roles.declared import Program
 
 Axes = tuple[str, ...]
@@ -30,33 +43,29 @@ Dims = tuple[Axes, ...]
 """The axes of the mesh that divide each dim of an array."""
 
 _VIEWS = """broadcast_in_dim iota reshape squeeze transpose expand_dims slice stop_gradient split
-copy sharding_constraint optimization_barrier name reshard pvary"""
+copy sharding_constraint name reshard pvary"""
 _FUSED = """add sub mul div neg sign max min pow integer_pow exp exp2 log log1p expm1 tanh logistic
 sqrt rsqrt cbrt abs floor ceil round is_finite and or not xor eq ne lt le gt ge select_n rev pad
 convert_element_type copy_p rem sin cos tan erf erf_inv clamp nextafter square shift_left
 shift_right_logical shift_right_arithmetic reduce_precision add_any random_wrap mul_add
 random_unwrap random_bits threefry2x32 bitcast_convert_type population_count real imag concatenate
 device_put psum_invariant stack"""
+_CALLS = """eval_jaxpr pjit jit closed_call core_call remat2 checkpoint remat custom_jvp_call
+custom_vjp_call custom_vjp_call_jaxpr"""
 VIEWS = frozenset(_VIEWS.split())
 """Operations that a fusion reads through, whatever reads their results."""
 FUSED = VIEWS | frozenset(_FUSED.split())
 """Operations element by element."""
 UPDATES = ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 """Operations that change a part of their first argument."""
-CALLS = {
-    "eval_jaxpr": "call_jaxpr",
-    "pjit": "jaxpr",
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
-"""Name of an operation that calls a jaxpr -> the parameter that has it."""
+CALLS = frozenset(_CALLS.split())
+"""Operations that call a jaxpr, their parameter `jaxpr`, `call_jaxpr` or `fun_jaxpr`."""
+LANES = 128
+"""Columns of a TPU's tile."""
+LOOPS = ("scan", "while")
+BARRIER = "optimization_barrier"
+MOVED = FUSED | {BARRIER, "scan"}
+"""Operations whose results are divided as what is computed from them."""
 VIEWS_DEEP = 12
 """Views of views that are followed."""
 
@@ -117,6 +126,20 @@ class _Equation:
         return str(self.primitive.name)
 
 
+class _Step(NamedTuple):
+    """An equation as the walk passes it."""
+
+    equation: _Equation
+    roots: frozenset[Any]
+    """Variables in memory that it reads, or from which what it reads is computed."""
+    made: list[Any]
+    """Its results that are in memory."""
+    extra: int
+    """Bytes that it needs beside them."""
+    arrays: list[Array]
+    """Those at the peak of its body."""
+
+
 class _Flat:
     """The equations of a jaxpr, with those of the calls in it in their places."""
 
@@ -144,8 +167,9 @@ class _Flat:
 
 
 def _called(e: Any) -> Any:
-    key = CALLS.get(e.primitive.name)
-    inner = e.params.get(key) if key else None
+    if e.primitive.name not in CALLS:
+        return None
+    inner = next((x for key, x in e.params.items() if key.endswith("jaxpr")), None)
     return getattr(inner, "jaxpr", inner)
 
 
@@ -157,13 +181,15 @@ def live_arrays(program: Program) -> Live:
     leaves = [x for x in jax.tree.leaves(arguments) if hasattr(x, "shape") and hasattr(x, "dtype")]
     meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves)
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
-    walk = _Walk({} if mesh is None else dict(mesh.shape))
+    devices = np.asarray(getattr(mesh, "devices", ()))
+    tpu = any(device.platform == TPU for device in devices.flat)
+    walk = _Walk({} if mesh is None else dict(mesh.shape), tpu)
     values = []
     for v, x in zip(jaxpr.invars, leaves, strict=True):
         spec = getattr(getattr(x, "sharding", None), "spec", None)
         dims = _dims_of(spec, len(v.aval.shape))
-        # Weights have floats, and no dim that their rows are divided along.
-        batch = v.aval.dtype.kind in "iub" or any(dims[:1])
+        # Weights have floats, and no rows that are divided over `data`.
+        batch = v.aval.dtype.kind in "iub" or any("data" in axes for axes in dims[:1])
         values.append(_Value(dims, batch=batch))
     infos = jax.tree.leaves(traced.args_info, is_leaf=lambda x: hasattr(x, "donated"))
     donated = [info.donated for info in infos if hasattr(info, "donated")]
@@ -181,7 +207,13 @@ def live_arrays(program: Program) -> Live:
         spec = getattr(getattr(out, "sharding", None), "spec", None)
         if spec is not None and not isinstance(v, core.Literal):
             said[v] = _dims_of(spec, len(_shape(v)))
-    peak, _, arrays = walk.peak(flat, values, frozenset(over), frozenset(given), said)
+    copied = sum(
+        walk.local(v, x.dims)
+        for v, x in zip(jaxpr.invars, values, strict=True)
+        if tpu and not x.batch and len(x.dims) == 2 and walk.parts(v, x.dims)[1] % LANES
+    )
+    place = _Places(frozenset(over), frozenset(given), said, copied=copied)
+    peak, _, arrays = walk.peak(flat, values, place)
     return Live(peak, tuple(sorted(arrays, key=lambda x: -x.bytes)))
 
 
@@ -204,20 +236,40 @@ def _once(dims: Sequence[Axes]) -> Dims:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class _Places:
+    """What is known of the arguments and results of a jaxpr."""
+
+    over: frozenset[Any] = frozenset()
+    """Results that are written over arguments."""
+    donated: frozenset[Any] = frozenset()
+    """Arguments that nothing else reads."""
+    divided: Mapping[Any, Dims] = MappingProxyType({})
+    """How some results are divided."""
+    constants: frozenset[Any] = frozenset()
+    """Arguments that are the same at each turn of a loop."""
+    copied: int = 0
+    """Bytes of the arguments that are copied for everything but loops."""
+
+
 class _Walk:
-    def __init__(self, sizes: dict[str, int]):
-        """Takes the size of each axis of the mesh."""
-        self.sizes = sizes
+    def __init__(self, sizes: dict[str, int], tpu: bool):
+        """Takes the size of each axis of the mesh, and whether its devices are TPUs."""
+        self.sizes, self.tpu = sizes, tpu
+
+    def parts(self, v: Any, dims: Dims) -> list[int]:
+        """Returns the shape of a variable on one device."""
+        divided = zip(v.aval.shape, dims or [()] * len(v.aval.shape), strict=False)
+        return [
+            -(-size // math.prod(self.sizes.get(axis, 1) for axis in axes))
+            for size, axes in divided
+        ]
 
     def local(self, v: Any, dims: Dims) -> int:
         """Returns the bytes of a variable on one device."""
         if not hasattr(v.aval, "shape") or not hasattr(v.aval, "dtype"):
             return 0
-        item = getattr(v.aval.dtype, "itemsize", 4)
-        count = 1
-        for size, axes in zip(v.aval.shape, dims or [()] * len(v.aval.shape), strict=False):
-            count *= -(-size // math.prod(self.sizes.get(axis, 1) for axis in axes))
-        return int(count * item)
+        return math.prod(self.parts(v, dims)) * getattr(v.aval.dtype, "itemsize", 4)
 
     # How results are divided.
 
@@ -304,20 +356,10 @@ class _Walk:
     # What is alive.
 
     def peak(
-        self,
-        jaxpr: _Flat,
-        given: Sequence[_Value],
-        over: frozenset[Any] = frozenset(),
-        donated: frozenset[Any] = frozenset(),
-        said: Mapping[Any, Dims] = MappingProxyType({}),
+        self, jaxpr: _Flat, given: Sequence[_Value], places: _Places = _Places()
     ) -> tuple[int, list[_Value], list[Array]]:
-        """Returns the bytes at the peak beside the inputs, the results, and the arrays at the peak.
-
-        Args:
-            over: results that are written over inputs.
-            donated: inputs that nothing else reads.
-            said: how some results are divided.
-        """
+        """Returns the bytes at the peak beside the inputs, the results, and the arrays at the
+        peak."""
         values: dict[Any, _Value] = {}
 
         def read(v: Any) -> _Value:
@@ -330,48 +372,92 @@ class _Walk:
             values[v] = _Value(((),) * len(_shape(v)), frozenset([v]), True)
         inputs = {*jaxpr.invars, *jaxpr.constvars}
         results = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
-        stored = self._stored(jaxpr, results)
-        steps: list[tuple[_Equation, frozenset[Any], list[Any], int, list[Array]]] = []
+        stored, taken = self._stored(jaxpr, results, places.over)
+        steps: list[_Step] = []
         for e in jaxpr.equations:
             xs = [read(v) for v in e.invars]
             extra, outs, within = self.inner(e, xs)
             batch = any(x.batch for x in xs)
             roots = frozenset().union(*(x.roots for x in xs))
-            made = [v for v in e.outvars if v in stored]
-            for v, dims in zip(e.outvars, outs, strict=True):
-                own = frozenset([v]) if v in stored else roots
-                values[v] = _Value(said.get(v, dims), own, v in stored, batch)
-            steps.append((e, roots, made, extra, within))
+            made = [v for v in e.outvars if v in stored and e.name != BARRIER]
+            for i, (v, dims) in enumerate(zip(e.outvars, outs, strict=True)):
+                own = xs[i].roots if e.name == BARRIER else frozenset([v]) if v in made else roots
+                values[v] = _Value(places.divided.get(v, dims), own, v in made, batch)
+            if e.name not in LOOPS:
+                extra += places.copied
+            steps.append(_Step(e, roots, made, extra, within))
+        self._divide_as_read(jaxpr, values)
         last: dict[Any, int] = {}
-        for k, (_, roots, made, _, _) in enumerate(steps):
-            last |= dict.fromkeys(roots, k)
-            for v in made:
+        for k, step in enumerate(steps):
+            last |= dict.fromkeys(step.roots, k)
+            for v in step.made:
                 last.setdefault(v, k)
         for v in results:
             if v in values:
                 last |= dict.fromkeys(values[v].roots, len(steps))
-        free = over | inputs | self._written_over(steps, last, inputs, donated, values)
+        free = places.over | inputs
+        free |= self._written_over(steps, last, inputs, places.donated, values, taken)
         sizes = {v: 0 if v in free else self.local(v, x.dims) for v, x in values.items()}
+        for e in jaxpr.equations:
+            if e.name == "all_gather" and e.params["all_gather_dimension"] and not self.tpu:
+                sizes[e.outvars[0]] += self.local(e.invars[0], read(e.invars[0]).dims)
+        begun = self._begun(steps, sizes, values, places.constants) if self.tpu else set()
+        last |= dict.fromkeys(begun, len(steps))
         ends: dict[int, list[Any]] = {}
         for v, k in last.items():
             ends.setdefault(k, []).append(v)
-        live, peak, where, begun = 0, 0, 0, set[Any]()
-        for k, (_, _, made, extra, _) in enumerate(steps):
-            for v in made:
-                live += sizes[v]
-                begun.add(v)
-            if live + extra > peak:
-                peak, where = live + extra, k
+        peak = live = sum(sizes[v] for v in begun)
+        where = 0
+        for k, step in enumerate(steps):
+            live += sum(sizes[v] for v in step.made if v not in begun)
+            begun.update(step.made)
+            if live + step.extra > peak:
+                peak, where = live + step.extra, k
             live -= sum(sizes[v] for v in ends.get(k, ()) if v in begun)
-        arrays = _filling(steps[where][4], steps[where][3]) if steps else []
-        for e, _, made, _, _ in steps[: where + 1]:
-            for v in made:
+        arrays = _filling(steps[where].arrays, steps[where].extra) if steps else []
+        for step in steps[: where + 1]:
+            for v in step.made:
                 if last[v] >= where and sizes[v]:
-                    arrays.append(Array(sizes[v], _form(v.aval), _line(e.source)))
+                    arrays.append(Array(sizes[v], _form(v.aval), _line(step.equation.source)))
         return peak, [read(v) for v in jaxpr.outvars], arrays
 
-    def _stored(self, jaxpr: _Flat, results: set[Any]) -> set[Any]:
-        """Returns the variables that are in memory."""
+    def _begun(
+        self,
+        steps: list[_Step],
+        sizes: dict[Any, int],
+        values: dict[Any, _Value],
+        constants: frozenset[Any],
+    ) -> set[Any]:
+        """Returns what XLA computes before a loop: what its constants alone decide, if it is no
+        larger than they are."""
+        begun = set[Any]()
+        for step in steps:
+            if step.roots and step.roots <= constants | begun:
+                read = sum(self.local(x, values[x].dims) for x in step.roots)
+                begun.update(v for v in step.made if sizes[v] <= read)
+        return begun
+
+    def _divide_as_read(self, jaxpr: _Flat, values: dict[Any, _Value]) -> None:
+        """Divides arrays as what is computed from them element by element, back to where a loop
+        has stacked them."""
+        makers = {v: e.name for e in jaxpr.equations for v in e.outvars}
+        for e in reversed(jaxpr.equations):
+            if e.name not in MOVED or e.name in LOOPS:
+                continue
+            results = e.outvars if e.name == BARRIER else cycle(e.outvars)
+            for v, o in zip(e.invars, results, strict=False):
+                if isinstance(v, core.Literal) or _shape(v) != _shape(o):
+                    continue
+                if makers.get(v) in MOVED:
+                    dims = values[v].dims, values[o].dims
+                    values[v].dims = min(dims, key=partial(self.local, v))
+
+    @staticmethod
+    def _stored(
+        jaxpr: _Flat, results: set[Any], over: frozenset[Any]
+    ) -> tuple[set[Any], dict[Any, Any]]:
+        """Returns the variables that are in memory, and for those that take the place of another
+        one, that one."""
         readers: dict[Any, list[_Equation]] = {}
         for e in jaxpr.equations:
             for v in e.invars:
@@ -380,32 +466,52 @@ class _Walk:
 
         def read_whole(v: Any, depth: int = 0) -> bool:
             """Returns whether something that is no fusion reads a variable, or a view of it."""
-            for e in readers.get(v, ()):
-                if e.name in VIEWS and depth < VIEWS_DEEP:
-                    if any(read_whole(o, depth + 1) for o in e.outvars):
-                        return True
-                elif e.name not in FUSED and not _reduces(e.name):
-                    return True
-            return depth > 0 and v in results
+            return any(
+                any(read_whole(o, depth + 1) for o in e.outvars)
+                if e.name in VIEWS and depth < VIEWS_DEEP
+                else e.name not in FUSED and not _reduces(e.name)
+                for e in readers.get(v, ())
+            )
 
-        return {
+        def written_as(v: Any) -> Any:
+            """Returns what is computed from a variable that nothing else reads."""
+            while len(read := readers.get(v, [])) == 1 and read[0].name in FUSED:
+                v = read[0].outvars[0]
+                if v in stored:
+                    return v
+            return None
+
+        stored = {
             v
             for e in jaxpr.equations
             for v in e.outvars
             if (v in results and e.name != "iota")
             or (e.name not in VIEWS and (e.name not in FUSED or read_whole(v)))
         }
+        taken: dict[Any, Any] = {}
+        for e in jaxpr.equations:
+            for v in e.outvars:
+                if v in stored and v not in results and (o := written_as(v)) is not None:
+                    taken.setdefault(o, v)
+        products = {e.outvars[0] for e in jaxpr.equations if e.name == "dot_general"}
+        products &= {v for o, v in taken.items() if o not in over}
+        return stored - products, taken
 
     def _written_over(
         self,
-        steps: list[tuple[_Equation, frozenset[Any], list[Any], int, list[Array]]],
+        steps: list[_Step],
         last: dict[Any, int],
         inputs: set[Any],
         donated: frozenset[Any],
         values: dict[Any, _Value],
+        taken: dict[Any, Any],
     ) -> set[Any]:
         """Returns carries of loops, and arrays that are updated, which take the place of what they
         began with; that lives as long as they do."""
+
+        def held(v: Any) -> int:
+            return self.local(v, values[v].dims)
+
         over, kept = set[Any](), set[Any]()
         for k, (e, _, made, _, _) in enumerate(steps):
             if e.name == "scan":
@@ -416,6 +522,9 @@ class _Walk:
                 pairs = list(zip(e.invars[-len(e.outvars) :], e.outvars, strict=True))
             elif e.name in UPDATES:
                 pairs = [(e.invars[0], e.outvars[0])]
+            elif e.name in FUSED:
+                before = [(taken[v], v) for v in made if v in taken and values[taken[v]].made]
+                pairs = [(a, b) for a, b in before if held(a) == held(b)]
             else:
                 continue
             for a, b in pairs:
@@ -442,7 +551,7 @@ class _Walk:
             body, skipped = _Flat(e.params["body_jaxpr"].jaxpr), e.params["cond_nconsts"]
             carry = frozenset(body.invars[e.params["body_nconsts"] :])
             over = frozenset(v for v in body.outvars if not isinstance(v, core.Literal))
-            peak, outs, arrays = self.peak(body, xs[skipped:], over, carry)
+            peak, outs, arrays = self.peak(body, xs[skipped:], _Places(over, carry))
             return peak, [o.dims for o in outs], arrays
         if e.name == "cond":
             branches = [self.peak(_Flat(b.jaxpr), xs[1:]) for b in e.params["branches"]]
@@ -454,9 +563,12 @@ class _Walk:
             extra = 0
             if any(x.batch for x in xs):  # weights that are divided are gathered
                 for v, x in zip(e.invars, xs, strict=True):
-                    if not x.batch and any(x.dims):
-                        extra += self.local(v, ())
+                    whole = self.local(v, ())
+                    if not x.batch and whole > self.local(v, x.dims):
+                        extra += whole
             return extra, self.spread(e, xs), []
+        if e.name == "reduce_scatter":  # the sum is whole before each device takes its part
+            return self.local(e.invars[0], xs[0].dims), self.spread(e, xs), []
         return 0, self.spread(e, xs), []
 
     def _beyond(self, e: _Equation, peak: int, outs: list[_Value]) -> int:
@@ -468,9 +580,10 @@ class _Walk:
         body, first = _Flat(jaxpr), consts + carries
         given = xs[:first] + [_Value(x.dims[1:], batch=x.batch) for x in xs[first:]]
         over = frozenset(v for v in body.outvars[:carries] if not isinstance(v, core.Literal))
-        mine = frozenset(body.invars[consts:first])
+        constants = frozenset(body.invars[:consts])
+        places = _Places(over, frozenset(body.invars[consts:first]), constants=constants)
         for _ in range(2):  # until the division of the carry settles
-            peak, outs, arrays = self.peak(body, given, over, mine)
+            peak, outs, arrays = self.peak(body, given, places)
             for i, out in enumerate(outs[:carries], consts):
                 pairs = zip(given[i].dims, out.dims, strict=True)
                 joined = _once([x if x == y else tuple(dict.fromkeys(x + y)) for x, y in pairs])
@@ -484,7 +597,7 @@ class _Walk:
     def _shard_map(self, e: _Equation, xs: list[_Value]) -> tuple[int, list[Dims], list[Array]]:
         jaxpr = e.params["jaxpr"]
         specs = e.params.get("out_specs", e.params.get("out_names"))
-        inside = _Walk({})
+        inside = _Walk({}, self.tpu)
         given = [
             _Value(((),) * len(_shape(v)), batch=x.batch)
             for v, x in zip(jaxpr.invars, xs, strict=True)

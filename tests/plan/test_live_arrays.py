@@ -43,6 +43,14 @@ def loop(x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), None), x, length=5)[0]
 
 
+def gated(x: jax.Array) -> jax.Array:
+    return (jax.nn.silu(x @ x) * (x.T @ x)) @ x
+
+
+def halves(x: jax.Array) -> list[jax.Array]:
+    return jnp.split(jnp.tanh(x), 2)
+
+
 @pytest.mark.parametrize(
     ("function", "squares"),
     [
@@ -51,6 +59,9 @@ def loop(x: jax.Array) -> jax.Array:
         (lambda x: (x @ x) @ x, 2),  # the first product until the second is done
         (lambda x: ((x @ x) @ x) @ x, 2),
         (lambda x: jnp.tanh(x @ x) @ x, 2),  # what the second reads is written out
+        (gated, 2),  # the second product is written as what is computed from it alone
+        (halves, 1),  # no more than the two results
+        (lambda x: jax.lax.optimization_barrier(jnp.tanh(x)).sum(), 1),  # which needs it whole
         (loop, 2),  # once, whatever its length: the carry and a product
     ],
 )
