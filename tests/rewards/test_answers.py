@@ -7,6 +7,7 @@ stands in no sentence is put into \boxed{}.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import time
@@ -23,251 +24,37 @@ from jaxrl.data.example import Example
 from jaxrl.rewards.answers import marked_answer, read_number
 from jaxrl.rewards.verifiers import VERIFIERS, after_thoughts
 
+CASES = Path(__file__).parents[1] / "cases" / "answers.jsonl"
 Spellings = dict[str, tuple[list[str], list[str]]]
-"""Answer -> right and wrong spellings."""
+"""Answer -> right and wrong spellings, or completions."""
 
 
-def read(section: str) -> Spellings:
-    """A section of answers.txt."""
-    text = (Path(__file__).parent / "answers.txt").read_text(encoding="utf-8")
-    table: Spellings = {}
-    for line in text.partition(f"[{section}]\n")[2].partition("\n[")[0].splitlines():
-        mark, rest = line[:1], line[2:]
-        if mark == "=":
-            right, wrong = table[rest] = [], []
-        elif mark:
-            {"+": right, "-": wrong}[mark].extend(rest.split("    "))
-    return table
+def cases_of(part: str) -> list[dict[str, Any]]:
+    """The cases of a part of answers.jsonl."""
+    every = map(json.loads, CASES.read_text(encoding="utf-8").splitlines())
+    return [case for case in every if case["part"] == part]
 
 
-NUMBERS, EXPRESSIONS = read("numbers"), read("expressions")
-SENTENCES = (
-    # the last box, nested braces, the thoughts
-    (r"\boxed{1} and then, after I had looked again, \boxed{42}", "42", 1),
-    (r"\boxed{42} and then, after I had looked again, \boxed{1}", "42", 0),
-    (r"So \boxed{3}. No: \boxed{42}", "42", 1),
-    (r"\boxed{42}. Check: 6 * 7 = 42, and 100 > 42, see page 7", "42", 1),
-    (r"\boxed{7}. It is not 42", "42", 0),
-    (r"\boxed{\boxed{42}}", "42", 1),
-    (r"\fbox{42}", "42", 1),
-    (r"$\boxed{1}$ and $\boxed{2}$", "1,2", 1),
-    (r"$x=\boxed{1}$ or $x=\boxed{2}$", "1,2", 1),
-    (r"$\boxed{1}$ and $\boxed{2}$", "2", 0),
-    (r"\boxed{", "42", 0),
-    (r"\boxed{42", "42", 0),
-    (r"\boxed{}", "42", 0),
-    (r"\boxed{\text{I do not know}} 42", "42", 0),
-    (r"\boxed{???} so it is 42", "42", 0),
-    (r"<think>\boxed{1}</think> \boxed{42}", "42", 1),
-    (r"<think>\boxed{42}</think> I cannot tell.", "42", 0),
-    (r"<think>\boxed{42}</think> \boxed{1}", "42", 0),
-    (r"<think>so it is \boxed{42}", "42", 0),
-    (r"so it is 7</think>The answer is 42.", "42", 1),
-    (r"<think>a</think>\boxed{42}<think>or", "42", 0),
-    ("<answer>42</answer>", "42", 1),
-    (r"<answer>\boxed{42}</answer> of 50", "42", 1),
-    ("<answer>41</answer> 42", "42", 0),
-    # GSM8K
-    ("6*7=42\n#### 42", "42", 1),
-    ("#### 42\nThat is my answer to question 7.", "42", 1),
-    ("#### 42 dollars", "42", 1),
-    ("#### $1,234", "1234", 1),
-    ("#### 41\nNot 42", "42", 0),
-    ("#### Step 1\n6*7 is 42\n#### Result\nIt is 42.", "42", 1),
-    # sentences
-    ("The answer is 42.", "42", 1),
-    ("The answer is **42**.", "42", 1),
-    ("**Answer:** 42", "42", 1),
-    ("Answer: $42$", "42", 1),
-    ("Final answer:\n\n42", "42", 1),
-    ("The answer is 42. I checked it 3 times.", "42", 1),
-    ("The answer is $42$, for 42 is 6 times 7.", "42", 1),
-    ("The answer is 41. It is not 42", "42", 0),
-    ("The answer is 2x+42.", "42", 0),
-    ("The answer is 42x.", "42", 0),
-    (r"The answer is $\frac{42}{x}$.", "42", 0),
-    (r"The answer is $\sqrt{42}$.", "42", 0),
-    ("so 42", "42", 1),
-    ("It is 42 km^2.", "42", 1),
-    ("It costs $42.", "42", 1),
-    (r"It costs \$42.00.", "42", 1),
-    ("It is 42%", "0.42", 1),
-    ("x = 42", "42", 1),
-    ("so x^42", "42", 0),
-    (r"so $\sqrt{42}$", "42", 0),
-    (r"so $42\pi$", "42", 0),
-    ("so (1, 42)", "42", 0),
-    ("so x + 42", "42", 0),
-    ("so we have 1 1/2.", "1/2", 0),
-    ("so we have 1 1/2.", "3/2", 1),
-    (r"so it is $1\frac{1}{2}$.", "1/2", 0),
-    ("no idea", "42", 0),
-    ("", "42", 0),
-)
-MATHS_ONLY = (
-    (r"\boxed{\frac{\sqrt{16}}{\frac{2}{1}}}", "2", 1),
-    ("The answer is 2x+3.", "2x+3", 1),
-    ("The answer is $2x+2$", "2(x+1)", 1),
-    ("The answer is 2x+3.", "3", 0),
-    (r"We get \[x = 3\pi\]", "3pi", 1),
-    (r"We get $3$, so the length is $3\pi$.", r"3\pi", 1),
-    (r"We get $3\pi$, so the length is 3.", r"3\pi", 0),
-    ("It is even.\nThe answer is even.", r"\text{even}", 1),
-    ("The answer is (B).", "B", 1),
-    ("The answer is (B) 42.", r"\text{(B)}", 1),
-    ("The answer is (C).", "B", 0),
-    (r"Hence $x \in [2,5)$", "[2,5)", 1),
-    (r"\boxed{x^2+1}", r"We find \boxed{1+x^2}.", 1),
-    (r"\boxed{\sqrt{4}}", "so 2+0=2\n#### 2", 1),
-)
-UNREAD = (
-    "",
-    "  ",
-    r"\frac{",
-    "???",
-    r"\boxed{}",
-    r"\sqrt{2",
-    "$$",
-    "{",
-    "x^",
-    "|",
-    r"\begin{pmatrix}1",
-)
+def spellings(part: str) -> Spellings:
+    return {case["answer"]: (case["right"], case["wrong"]) for case in cases_of(part)}
+
+
+def judged(part: str) -> list[tuple[str, str, int]]:
+    return [(case["completion"], case["answer"], case["verdict"]) for case in cases_of(part)]
+
+
+NUMBERS, EXPRESSIONS = spellings("numbers"), spellings("expressions")
+SENTENCES, MATHS_ONLY = judged("sentences"), judged("sentences for math")
+UNREAD = [case["answer"] for case in cases_of("unread")]
 """Answers that are none."""
-NO_NUMBERS = (
-    *(
-        "2x+3",
-        "3pi",
-        r"3\pi",
-        "(1,2)",
-        "1,2",
-        "[2,5)",
-        "east",
-        r"\text{(A)}",
-        "A",
-        "x^2+1",
-        "5 or 6",
-    ),
-    *(
-        r"\sqrt{2}",
-        "3:2",
-        "2024-11-03",
-        "1011_2",
-        "x>2",
-        "6-5i",
-        "5!",
-        r"\frac{x}{2}",
-        "5t",
-        "three",
-    ),
-    *(
-        "3x+4y+14=0",
-        "June 20",
-        r"\{1,2\}",
-        r"\pm 3",
-        r"1\pm 2",
-        "12-5",
-        "2^{10}",
-        "one of 3",
-        "3 halves",
-    ),
-    *(
-        "Room 5",
-        "x+y=2",
-        r"2\frac{x}{3}",
-        "1/0",
-        "5 to 6",
-        "nan",
-        "11:30",
-        "1 2",
-        "..",
-        "7 squared",
-    ),
-    *(
-        "1,5",
-        "forty",
-        "1-2",
-        "($5)",
-        "5 - 2",
-        "A5",
-        "v1.5",
-        "10:30",
-        "10-12",
-        "#5",
-        "5/0",
-        "1/2/3",
-        "--5",
-        "1,23",
-        "12,34,56",
-        r"\frac{3}{0}",
-        r"\frac{a}{2}",
-        "1.2.3",
-        "5 and 6",
-        "5, 6",
-        "x = 5 or x = 6",
-        "at least 5",
-        "5+",
-        "<5",
-        "5 < x",
-        "18 dollars and 50 cents",
-        "2 hours 30 minutes",
-        "2 hours and 30 minutes",
-        "5'10\"",
-        "5 ft 10 in",
-    ),
-)
+NO_NUMBERS = [case["answer"] for case in cases_of("no number")]
 """Answers that the verifier `number` cannot judge by, though most have digits."""
-REFUSED_HERE = {
-    "an equation is no value of its right side": [
-        *(("42", "x+y=42"), ("0", "3x+4y+14=0"), ("0", "x^2-1=0")),
-    ],
-    "words that change the number are no unit": [("42", r"42\text{ million}")],
-    "a base, a ratio, a time and a date are no quotient and no difference": [
-        *(("42", "42_5"), ("1011_2", "1011_3"), ("1011_2", "1011_{10}"), ("42", "42:1")),
-        *((r"\frac{1}{2}", "1:2"), ("3/4", "3:4"), ("3:2", "1.5"), ("3:2", "3/2")),
-        *(("11:30", "11/30"), ("2024-11-03", "2010"), (r"12:30\text{ pm}", r"12:30 \text{ am}")),
-        *((r"12:30\text{ pm}", "12:30"), (r"12:30\text{ pm}", "12/30")),
-    ],
-    "units of one kind that differ": [
-        *((r"5\text{ cm}", "5 m"), (r"5\text{ cm}", r"5\text{ km}"), (r"4\text{ m}^2", "4 m")),
-        *((r"5\text{ cm}", r"5\text{ cm}^2"), (r"1.25 \text{ feet}", "1.25 inches")),
-        (r"6 \text{ hours}", "6 minutes"),
-    ],
-    "small numbers are compared by their ratio, not after six digits": [
-        *(("0.0000001", "0.0000002"), ("2^{-100}", "3^{-100}")),
-    ],
-    "t, c, d, h, m are variables, not units that may be left out": [("5t", "5")],
-    "R and r are two lengths": [
-        *(("3R^2", "3r^2"), (r"\pi(R^2-r^2)", "0"), (r"\pi(R^2-r^2)", r"\pi(r^2-R^2)")),
-    ],
-    "a tuple is no set": [("(1,2)", r"\{1,2\}"), (r"\{-1, 0, 1\}", "(-1,0,1)")],
-    "an interval is not its two ends": [
-        *(("-3 < x < 3", r"\pm 3"), ("-3 < x < 3", "-3, 3"), ("-3 < x < 3", r"\{-3,3\}")),
-    ],
-    "a word is no product of its letters": [("east", "seat")],
-    "decimals differ in their last digit, powers and factorials in all of theirs": [
-        *(("0.9999999", "0.9999998"), ("1-(0.9)^{2023}", "1-(0.9)^{2022}")),
-        (r"1-\frac{1}{2024!}", r"1+\frac{1}{2024!}"),
-    ],
-    "money is no share, and of one currency": [("\\$45", "45\\%"), ("\\$45", r"45\text{ euros}")],
-    "capitals are names in an order": [
-        *(("ACB", "ABC"), ("ACB", "CBA"), ("ACB", r"A\cdot C\cdot B"), ("AAB", "ABA")),
-        ("C, B, A", "A, B, C"),
-    ],
-    "a tuple is a list in its order only, and an interval is none": [
-        *(("7,3,5", "(7,5,3)"), ("7,3,5", "[7,5,3]"), ("7,3,5", "(3,5,7)")),
-        *(("1,8", "(8,1)"), ("1,8", "[8,1]")),
-    ],
-    "units behind an expression": [
-        (r"10\sqrt{3}\text{ m}", rf"10\sqrt{{3}}\text{{ {unit}")
-        for unit in ("cm}", "m}^2", "feet}")
-    ],
-    "a = b is not c": [("a=b=c=1", "a=b=1")],
-    "dy/dx is not dx/dy, nor 0": [(r"\frac{dy}{dx}=2x", r"\frac{dx}{dy}=2x")],
+REFUSED = {
+    tuple(pair)
+    for case in cases_of("refused, though math-verify accepts it")
+    for pair in case["pairs"]
 }
-"""Where math-verify accepts a wrong (answer, spelling), and why it is wrong."""
-
-
+"""Wrong (answer, spelling)."""
 FORMS = (
     r"\boxed{%s}",
     "#### %s",
@@ -335,7 +122,7 @@ def test_expressions_by_math(part: int) -> None:
 def test_completions(name: str) -> None:
     if name == "math":
         pytest.importorskip("math_verify")
-    table = read(f"completions by {name}").items()
+    table = spellings(f"completions by {name}").items()
     assert len(table) > 50
     for verdict in (1, 0):
         for answer, completions in table:
@@ -352,16 +139,15 @@ def test_boxed_accepts_no_wrong_one() -> None:
 
 @pytest.mark.parametrize("part", and_slow([0], range(1, 8)))
 def test_math_accepts_no_more_than_math_verify_but_what_that_cannot_read(part: int) -> None:
-    """Every wrong spelling that math-verify accepts is in REFUSED_HERE. (What it refuses and is
+    """Every wrong spelling that math-verify accepts is in REFUSED. (What it refuses and is
     right are spellings that it does not read: `3pi`, `1 1/2`, `18 dollars`, 5 > x > 2.)"""
     math_verify = pytest.importorskip("math_verify")
-    known = {pair for pairs in REFUSED_HERE.values() for pair in pairs}
     options: dict[str, Any] = {"parsing_timeout": None}
     for completion, answer, verdict in [*rows(NUMBERS), *rows(EXPRESSIONS)][part::8]:
         gold = math_verify.parse(answer if answer[0] == "$" else f"${answer}$", **options)
         found = math_verify.parse(completion, **options)
         if math_verify.verify(gold, found, timeout_seconds=None) and not verdict:
-            assert (answer, completion[len(r"so \boxed{") : -1]) in known
+            assert (answer, completion[len(r"so \boxed{") : -1]) in REFUSED
 
 
 def equal(a: str, b: str) -> bool:
@@ -516,26 +302,15 @@ def both(verifier: str, a: str, b: str) -> set[float | None]:
     return {judge(verifier, rf"\boxed{{{x}}}", y) for x, y in ((a, b), (b, a))}
 
 
-@pytest.mark.parametrize(
-    "units",
-    [
-        r"m/s|meters per second|m s^{-1}|\frac{\text{m}}{\text{s}}|metres / second",
-        "km/h|km per hour|kph|kilometers an hour",
-        *("m|metre", "mph|miles per hour", "m/s^2|m/s²|meters per second^2"),
-        *("°C|degrees Celsius", "°F|degrees Fahrenheit"),
-        *("MB|megabytes", "GB|gigabyte", "kW|kilowatts|KW", "MW|megawatt", "mW", "kWh|KWH"),
-        *(r"\text{N}|newtons", r"\text{J}", "μm|um|micrometers", "nm", "ms", "ft^2|square feet"),
-        *("gallons", "tons", "hours per day", "minutes per day", "cubic cm|cm^3", "am", "pm"),
-    ],
-)
-def test_units_are_compared_as_a_whole(units: str) -> None:
+@pytest.mark.parametrize("units", [case["same"] for case in cases_of("units")])
+def test_units_are_compared_as_a_whole(units: list[str]) -> None:
     """Prefixes, what they are per, powers, and scales of degrees; without a unit it is right."""
     others = ["km/h", "m/s", "m", "°C", "°F", "GB", "kW", "MW", "kg", "s", "joule m"]
-    first, *same = units.split("|")
+    first, *same = units
     for unit in (first, *same):
         for free in ("5", rf"5 {first}", "5 apples"):
             assert both("number", rf"5 {unit}", free) == {1.0}, (unit, free)
-        different = [other for other in others if other not in units.split("|")]
+        different = [other for other in others if other not in units]
         for other in different:
             assert both("number", rf"5 {unit}", rf"5 {other}") == {0.0}, (unit, other)
     assert (
@@ -543,75 +318,15 @@ def test_units_are_compared_as_a_whole(units: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "verdict"),
-    [
-        # the upright i, e and d are letters
-        ("5", r"2+3\mathrm{i}", 0),
-        (r"\sqrt{3}", r"\sqrt{3}\,\mathrm{i}", 0),
-        ("x+2", r"x+2\mathrm{e}^2", 0),
-        ("2+3i", r"2+3\text{i}", 1),
-        ("-i", r"-\mathrm{i}", 1),
-        ("1+e", r"1+\mathrm{e}", 1),
-        (r"\frac{dy}{dx}=2x", r"\frac{\mathrm{d}y}{\mathrm{d}x}=2x", 1),
-        # what is no unit stays
-        (r"\sqrt{3}", r"\sqrt{3}\text{ million}", 0),
-        (r"\sqrt{3}", r"\sqrt{3}\mathrm{x}", 0),
-        (r"\sqrt{3}", r"\sqrt{3}\text{ m/s}", 1),
-        (r"\sqrt{3}\text{ km/h}", r"\sqrt{3}\text{ m/s}", 0),
-        (r"\sqrt{3}", r"\sqrt{3}\text{ apples}", 1),
-        # capitals are other symbols, also with an index and in a list
-        *[
-            (a, a.lower(), 0)
-            for a in ("R_1", r"\Omega", r"\Delta", r"\Gamma", "T_{max}", "(R_1,2)", "x=V_0")
-        ],
-        (r"\{M_1, M_2\}", r"\{m_1, m_2\}", 0),
-        ("R_1", "R_{1}", 1),
-        # of symbols nothing is computed
-        ("1", r"\gcd(a,b)", 0),
-        (r"\gcd(a,b)", r"\gcd(a,c)", 0),
-        (r"\operatorname{lcm}(a,b)", "ab", 0),
-        ("6", r"\gcd(12,18)", 1),
-        ("12", r"\operatorname{lcm}(3,5)", 0),
-    ],
-)
-def test_what_the_reader_of_latex_takes_for_another(a: str, b: str, verdict: float) -> None:
+@pytest.mark.parametrize("case", cases_of("read otherwise by math-verify"))
+def test_what_the_reader_of_latex_takes_for_another(case: dict[str, Any]) -> None:
     pytest.importorskip("math_verify")
-    assert both("math", a, b) == {verdict}
+    assert both("math", case["a"], case["b"]) == {case["verdict"]}
 
 
-@pytest.mark.parametrize(
-    ("rest", "answer", "others"),
-    [
-        ("$18 (9 eggs at $2 each).", "18", "9 2"),
-        ("72 clips (48 in April and 24 in May).", "72", "24 48"),
-        ("a total of 72 clips (48 in April and 24 in May).", "72", "24"),
-        ("72, which is 60% of 120.", "72", "120 60"),
-        ("5, since 8 - 3 = 5 and 2 are left.", "5", "2"),
-        ("5 because there are 3 red and 2 blue ones.", "5", "2"),
-        ("72 and it took 5 steps.", "72", "5"),
-        ("48 + 24 = 72 clips in total over all of both months.", "72", "48 24"),
-        ("half of 144, or 72.", "72", "144"),
-        ("5 times 3, which is 15.", "15", "5 3"),
-        ("1 hour and 12 minutes, i.e. 72 minutes.", "72", "1 12"),
-        ("about 10,000 dollars - 5,000 for each.", "10000", "5000"),
-        ("between 4 and 6, i.e. 5.", "5", "4 6"),
-        ("72 ✅", "72", ""),
-        ("Rs. 500", "500", "0.5"),
-        ("__72__", "72", ""),
-        ("seventy-two (72).", "72", ""),
-        # several quantities are no answer
-        ("2 hours and 30 minutes.", "", "2 30"),
-        ("5 feet 3 inches.", "", "5 3"),
-        ("5 to 6 apples.", "", "5 6"),
-        ("3-4 days.", "", "3 4"),
-        ("3 times as many.", "", "3"),
-        ("12 and 15.", "", "12 15"),
-        ("$2$ hours and $30$ minutes.", "", "2 30"),
-        (r"$5$ times $\sqrt{2}$.", "", "5 2"),
-    ],
-)
-def test_a_stated_answer_begins_with_its_value(rest: str, answer: str, others: str) -> None:
+@pytest.mark.parametrize("case", cases_of("stated"))
+def test_a_stated_answer_begins_with_its_value(case: dict[str, Any]) -> None:
+    rest, answer = case["rest"], case["answer"]
     for opening in (
         "The answer is ",
         "Answer: ",
@@ -619,7 +334,7 @@ def test_a_stated_answer_begins_with_its_value(rest: str, answer: str, others: s
         "It rains.\nSo the answer is ",
     ):
         assert not answer or judge("number", opening + rest, answer) == 1, rest
-        for other in others.split():
+        for other in case["others"]:
             assert judge("number", opening + rest, other) == 0, (rest, other)
 
 
@@ -631,28 +346,11 @@ def test_formulas_that_are_joined_are_one_answer() -> None:
     assert judge("math", "With $n=5$ and $m=7$.", "7") == 1
 
 
-@pytest.mark.parametrize(
-    ("said", "choice"),
-    [
-        ("A: Let me think. It takes 3 hours, so the correct option is (C).", "C"),
-        ("(A) is ruled out, so the correct option is (B).", "B"),
-        ("The answer is B, because it rains.", "B"),
-        ("The answer is (B) since A is wrong.", "B"),
-        ("The correct answer is option B.", "B"),
-        (r"\boxed{\text{Option B}}", "B"),
-        (r"\boxed{(\text{B})}", "B"),
-        ("(A) is correct.", "A"),
-        ("B. Paris", "B"),
-        ("A. Paris is French.\nB. Rome is not.\nC. Berlin is German.", None),
-        ("A) is wrong since 3 < 4. B) holds. Therefore, B.", None),
-        ("The answer is (A) or (B).", None),
-        (r"\boxed{A, B}", None),
-    ],
-)
-def test_a_choice_is_what_a_completion_concludes(said: str, choice: str | None) -> None:
+@pytest.mark.parametrize("case", cases_of("choices"))
+def test_a_choice_is_what_a_completion_concludes(case: dict[str, Any]) -> None:
     pytest.importorskip("math_verify")
     for letter in "ABC":
-        assert judge("math", said, letter) == (letter == choice), letter
+        assert judge("math", case["completion"], letter) == (letter == case["answer"]), letter
 
 
 @pytest.mark.parametrize(
