@@ -165,7 +165,7 @@ def describe(
         target,
         limits=(limits,) * len(placement.pools),
     )
-    config = with_loss_chunk(with_choices(config, inputs)[0], inputs)
+    config, _ = with_loss_chunk(with_choices(config, inputs)[0], inputs)
     setting = Setting(config, inputs)
     accounts, programs = role_accounts(inputs, config), RunPrograms(setting, devices)
     return DescribedRun(config, inputs, setting, accounts, programs)

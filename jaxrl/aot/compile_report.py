@@ -23,24 +23,16 @@ from jaxrl.algorithms.methods import needed_roles
 from jaxrl.aot.hlo import Collective, Graphs, read, read_thunks, read_total
 from jaxrl.aot.machine import machine, prepare
 from jaxrl.aot.subprocess_compile import Died, apart
-from jaxrl.aot.suggest import (
-    SHOWN,
-    WORTH,
-    Candidate,
-    Search,
-    Traffic,
-    candidate_lines,
-    counted_bytes,
-)
+from jaxrl.aot.suggest import PREDICTED, SHOWN, WORTH, Search, Traffic, candidate_lines, sent_bytes
 from jaxrl.config.schema import Config
 from jaxrl.config.section import shown
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
 from jaxrl.plan import target_plan
-from jaxrl.plan.advice import Change
 from jaxrl.plan.declarations import RunPrograms
 from jaxrl.plan.live_arrays import Array, live_arrays
 from jaxrl.plan.plan_inputs import GB
+from jaxrl.plan.search import Candidate, Change
 from jaxrl.plan.table import MB, Plan
 from jaxrl.process.streams import silenced, table_lines
 from jaxrl.roles.declared import Program
@@ -302,19 +294,20 @@ def check(
 def traffic(report: Report) -> dict[str, Traffic]:
     """Maps each role to what its updates or scores send from a device in a step; those of a launch
     of decode steps are in a loop whose length only the run knows."""
+    sent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    hidden: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for one in report.programs:
+        if one.role in PREDICTED and one.name in ("update", "score"):
+            for kind, each in one.collectives.items():
+                size = one.calls_a_step * each.sent(kind, one.devices)
+                sent[one.role][kind] += size
+                hidden[one.role][kind] += size * each.overlapped / max(each.bytes, 1)
     found = {}
-    for role, count in counted_bytes(report.plan.setting).items():
-        sent: dict[str, float] = defaultdict(float)
-        hidden: dict[str, float] = defaultdict(float)
-        for one in report.programs:
-            if one.role == role and one.name in ("update", "score"):
-                for kind, each in one.collectives.items():
-                    size = one.calls_a_step * each.sent(kind, one.devices)
-                    sent[kind] += size
-                    hidden[kind] += size * each.overlapped / max(each.bytes, 1)
-        if count and (total := sum(sent.values())):
-            shares = {kind: hidden[kind] / size for kind, size in sent.items() if size}
-            found[role] = Traffic(total / count, shares)
+    for role, sizes in sent.items():
+        counted = sent_bytes(report.plan.setting, role).total
+        if counted and (total := sum(sizes.values())):
+            shares = {kind: hidden[role][kind] / size for kind, size in sizes.items() if size}
+            found[role] = Traffic(total / counted, shares)
     return found
 
 

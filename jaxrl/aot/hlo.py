@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,16 +90,10 @@ def read(text: str) -> Compiled:
                     visit(branch, inside)
 
     visit("ENTRY", 1)
-    found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    collectives: dict[str, Collective] = {}
     gathers: dict[str, int] = {}
     for name, lines in lines_of.items():
-        held = {
-            line.name: sum(
-                int(bits or 8) * math.prod(int(n) for n in dims.split(",") if n) // 8
-                for bits, dims in ARRAY.findall(line.result)
-            )
-            for line in lines
-        }
+        held = {line.name: _size(line.result) for line in lines}
         for at, line in enumerate(lines if trips.get(name) else ()):
             kind, starts = line.kind.removesuffix("-start"), line.kind.endswith("-start")
             if kind not in KINDS:
@@ -106,27 +101,50 @@ def read(text: str) -> Compiled:
             # The larger of operands and results: XLA combines several collectives into one, and the
             # result of one that starts may have its operands too.
             operands = sum(held.get(x, 0) for x in OPERAND.findall(line.rest.partition(")")[0]))
-            size = max(operands, held[line.name] - operands * starts)
-            work, end = 0.0, re.compile(rf"%?{re.escape(line.name)}\b")
-            for one in lines[at + 1 :] if starts else ():  # what stands before its end runs beside
-                if one.kind.endswith("-done") and end.search(one.rest):
-                    break
-                # A fusion writes its result; one that writes a slice in place does next to nothing,
-                # and a matrix product, a kernel, or a fusion that holds one, takes long.
-                called = CALLED.findall(one.rest) if one.kind == "fusion" else ()
-                inside = {each.kind for name in called for each in lines_of.get(name, ())}
-                if not PRODUCTS.isdisjoint(inside | {one.kind}):
-                    work = math.inf
-                elif one.kind == "fusion" and UPDATE not in inside:
-                    work += held[one.name]
-            each = trips[name], trips[name] * size, trips[name] * size * (starts and work >= size)
-            found[kind] = [a + b for a, b in zip(found[kind], each, strict=True)]
+            size = max(operands, held[line.name] - operands if starts else held[line.name])
+            hidden = starts and _work_beside(line, lines[at + 1 :], held, lines_of) >= size
+            calls, moved = trips[name], trips[name] * size
+            before = collectives.get(kind, Collective(0, 0, 0))
+            collectives[kind] = Collective(
+                before.calls + calls,
+                before.bytes + moved,
+                before.overlapped + (moved if hidden else 0),
+            )
             if kind == "all-gather":
                 gathers[name] = max(gathers.get(name, 0), size)
     kernels = set(TARGET.findall(text))
     known = (name for start, name in ATTENTION.items() if any(k.startswith(start) for k in kernels))
-    collectives = {kind: Collective(*each) for kind, each in sorted(found.items())}
-    return Compiled(collectives, gathers, next(known, None))
+    return Compiled(dict(sorted(collectives.items())), gathers, next(known, None))
+
+
+def _size(shapes: str) -> int:
+    """Returns the bytes of the arrays in the text of a shape."""
+    return sum(
+        int(bits or 8) * math.prod(int(n) for n in dims.split(",") if n) // 8
+        for bits, dims in ARRAY.findall(shapes)
+    )
+
+
+def _work_beside(
+    start: Instruction,
+    later: Sequence[Instruction],
+    sizes: Mapping[str, int],
+    lines_of: Mapping[str, Sequence[Instruction]],
+) -> float:
+    """Returns the bytes that fusions write before a collective that `start`s is done; infinity
+    where a matrix product or a kernel, which takes long, runs meanwhile. A fusion that writes a
+    slice in place does next to nothing."""
+    work, end = 0.0, re.compile(rf"%?{re.escape(start.name)}\b")
+    for line in later:
+        if line.kind.endswith("-done") and end.search(line.rest):
+            break
+        called = CALLED.findall(line.rest) if line.kind == "fusion" else ()
+        inside = {instruction.kind for name in called for instruction in lines_of.get(name, ())}
+        if not PRODUCTS.isdisjoint(inside | {line.kind}):
+            return math.inf
+        if line.kind == "fusion" and UPDATE not in inside:
+            work += sizes[line.name]
+    return work
 
 
 def computations(text: str) -> dict[str, list[Instruction]]:

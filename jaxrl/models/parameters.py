@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
@@ -211,7 +211,9 @@ def param_specs(
     return jax.tree.unflatten(tree, specs)
 
 
-def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked") -> Params:
+def param_shardings(
+    config: DecoderConfig, mesh: Mesh | AbstractMesh, layout: Layout = "stacked"
+) -> Params:
     """Returns `param_specs` on `mesh`."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from jaxrl.algorithms.methods import needed_roles
 from jaxrl.checkpoint.model_source import lora_of, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, counted, user_path
@@ -29,9 +30,17 @@ from jaxrl.models.kernels import (
 )
 from jaxrl.models.shared_prompts import PAGE
 from jaxrl.plan.accounts import pool_peaks, role_accounts
-from jaxrl.plan.advice import advise, faster, room, set_key, with_choices, with_loss_chunk
+from jaxrl.plan.advice import (
+    advise,
+    chosen_keys,
+    faster_keys,
+    largest_batch,
+    with_choices,
+    with_loss_chunk,
+)
 from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.plan_inputs import GB, HostMemory, PlanInputs, PoolPeak, Setting
+from jaxrl.plan.search import Candidate, set_key
 from jaxrl.plan.table import Plan
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
@@ -125,6 +134,17 @@ def make_plan(
     return build(config, roles, placement, student, teacher, seen, limit_gb, frozen, mapped)
 
 
+def planned_run(config: Config, limit: int | None) -> Candidate:
+    """Returns a run as configured, on devices elsewhere, to try changes of.
+
+    Args:
+        limit: bytes of each device; None where nobody knows.
+    """
+    inputs = make_plan(config, needed_roles(config), None, limit and limit / GB).inputs
+    run = config.with_dtypes(default_dtype(inputs.target))
+    return Candidate(run, inputs, completed=lambda *tried: with_choices(*tried)[0])
+
+
 def services(config: Config) -> dict[str, str]:
     """Maps each role of the run that takes no devices to the reason."""
     found = {}
@@ -216,13 +236,9 @@ def build(
     try_kernels(seen.devices, inputs.kernel_uses(config, inputs.roles))  # the plan counts them
     run = config
     config, chosen = (config, ()) if seen.emulated else with_choices(config, inputs)
-    if config.rollout.slots != run.rollout.slots:
-        run = set_key(run, "rollout.slots", config.rollout.slots)
-    sized = with_loss_chunk(config, inputs)
-    if (chunk := sized.distill.chunk_tokens) != run.distill.chunk_tokens:
-        run = set_key(run, "distill.chunk_tokens", chunk)
-        what = f"distill.chunk_tokens={chunk}: the losses read the LM head once for so many tokens"
-        chosen = (*chosen, what)
+    sized, more = with_loss_chunk(config, inputs)
+    for key, value in chosen_keys(sized, inputs).items():
+        run = set_key(run, key, value)
     m = Setting(sized, inputs)
     accounts = role_accounts(inputs, sized)
     pools = inputs.pools(accounts)
@@ -240,6 +256,7 @@ def build(
         *dict.fromkeys(shares),
         *placement.notes,
         *chosen,
+        *more,
         *_mesh_notes(m),
         *_checkpoint_notes(config, student, here=limit_gb is None),
         *_compute_notes(asked, run, inputs),
@@ -250,8 +267,8 @@ def build(
     )
 
     verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
-    verdict += filter(None, [room(config, inputs)])
-    verdict += faster(config, inputs)
+    verdict += filter(None, [largest_batch(config, inputs)])
+    verdict += faster_keys(config, inputs)
 
     elsewhere = fits_elsewhere = None
     if (seen.emulated or not seen.devices) and limit_gb is None:
@@ -484,11 +501,12 @@ def _elsewhere(
         verdict = _verdict(pools).removeprefix("verdict: ")
         axes = there.axes(choice).items()
         split = [f"{role}: {sizes}" for role, sizes in axes if sizes != before[role]]
-        if choice.rollout.slots != config.rollout.slots:
-            split.append(f"rollout.slots={choice.rollout.slots}")
+        asked = chosen_keys(config, there)
+        chosen = chosen_keys(choice, there).items()
+        split += [f"{key}={value}" for key, value in chosen if value != asked[key]]
         verdict += f" ({', '.join(split)})" if split else ""
         lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")
-        more = [room(choice, there), *faster(choice, there)]
+        more = [largest_batch(choice, there), *faster_keys(choice, there)]
         lines += [f"  {line}" for line in more if line]
         advice += [f"for {size} GB: {line}" for line in advise(choice, there)]
         if smallest is None and all(pool.fits for pool in pools):

@@ -69,7 +69,7 @@ def shards(
     """Returns every parameter's piece on one device of a mesh with these axes."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config, layout=layout))
     mesh = AbstractMesh(tuple(axes), AXIS_NAMES)
-    shardings = jax.tree.leaves(param_shardings(config, mesh, layout))  # type: ignore[arg-type]
+    shardings = jax.tree.leaves(param_shardings(config, mesh, layout))
     return tuple(
         Shard(
             jax.tree_util.keystr(path, simple=True, separator="/"),

@@ -18,15 +18,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import Field, TypeAdapter
 
 from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import REFILL_OFFSET, PromptStream
+from jaxrl.plan.search import Stage
 from jaxrl.plan.table import Plan
 from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.process.streams import table_lines
-from jaxrl.profile.waits import PoolWait, Span, Stage, Window, pool_waits, stage_seconds
+from jaxrl.profile.waits import Span, Window, pool_waits, stage_seconds
 from jaxrl.profile.work import StepBatch, Work, step_work
 from jaxrl.runtime.worker import Future, Times, Traced, WorkerGroup
 from jaxrl.sharding.targets import Ceilings
@@ -63,18 +64,13 @@ class StageRow:
     """Bytes to the devices of another pool, and to the host and back (`offload`)."""
 
 
-class _Pool(BaseModel):
+@dataclass(frozen=True)
+class PoolShare:
+    """The shares of a step in which a pool was busy, and in which it was idle."""
+
     pool: str
     busy: float
     idle: float
-
-
-class _Record(BaseModel):
-    steps: Annotated[list[int], Field(min_length=2, max_length=2)]
-    step_seconds: Annotated[float, Field(gt=0)]
-    ceilings: dict[str, Ceilings]
-    stages: list[StageRow]
-    pools: list[_Pool]
 
 
 @dataclass(frozen=True)
@@ -83,23 +79,22 @@ class StageTable:
 
     steps: tuple[int, int]
     """First and last."""
-    step_seconds: float
+    step_seconds: Annotated[float, Field(gt=0)]
     ceilings: Mapping[str, Ceilings]
     """Pool -> of one of its devices, where they are known."""
     stages: tuple[StageRow, ...]
-    pools: tuple[PoolWait, ...]
+    pools: tuple[PoolShare, ...]
 
     def to_json(self) -> str:
-        """Returns one object: for each pool its name and the shares of the step in which it was
-        `busy` and `idle`; the rest as here."""
-        pools = [{"pool": p.pool, "busy": p.busy, "idle": p.idle} for p in self.pools]
-        return json.dumps(asdict(self) | {"pools": pools}, indent=1) + "\n"
+        return json.dumps(asdict(self), indent=1) + "\n"
 
     @staticmethod
     def read(text: str | bytes) -> JsonObject:
         """Reads the object that `to_json` wrote. Raises ValueError for any other text."""
         parse_json(text)  # which refuses what is no JSON, such as NaN
-        return _Record.model_validate_json(text, strict=True).model_dump(mode="json")
+        table = TypeAdapter(StageTable).validate_json(text, strict=True)
+        value: JsonObject = json.loads(table.to_json())
+        return value
 
     def text(self) -> str:
         """Renders the table for the console and the log."""
@@ -299,7 +294,10 @@ class Profile:
             sum(end - start for start, end in windows) / len(steps),
             ceilings,
             stages,
-            tuple(pool_waits(spans, windows, len(steps), pool_of)),
+            tuple(
+                PoolShare(x.pool, x.busy, x.idle)
+                for x in pool_waits(spans, windows, len(steps), pool_of)
+            ),
         )
         self.notify(f"{table.text()}\nprofile: {self.folder}")
         try:

@@ -19,19 +19,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import combinations, islice, pairwise
-from math import comb
+from functools import cached_property
+from itertools import chain, pairwise
 from pathlib import Path
 
-from jaxrl.algorithms.methods import needed_roles
-from jaxrl.algorithms.schedule import SCHEDULES, Schedule
+from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import UserError
-from jaxrl.plan import make_plan
-from jaxrl.plan.plan_inputs import GB
+from jaxrl.plan import planned_run
+from jaxrl.plan.search import Candidate, Stage, predict, splits
 from jaxrl.plan.table import PLAN_DATA_FILE, read_plan
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
-from jaxrl.sharding.placement import ROLES, Placement, parse, place
+from jaxrl.sharding.placement import ROLES, parse, place
 from jaxrl.telemetry.timeline import BEGUN, TIMELINE_FILE
 
 READ_BYTES = 1 << 20
@@ -48,21 +47,16 @@ ENOUGH = 4
 """Steady steps without which nothing is said."""
 WORTH = 1.05
 """How many times faster something must be to be named."""
-MOST = 600
-"""Splits that are replayed; where there are more, devices are moved by twos, or threes, ..."""
 PLANNED = 32
 """Splits that are planned, the fastest first, until one can be had."""
-REPLAYED = 12
-"""Steps of a replay; the last half of them are measured: whole periods of up to three batches."""
 FIXED = ("publish", "publish_to_teacher", "load")
 """Methods that more devices make no faster: the weight sync."""
 
 FASTER, WENT = "What would be faster", "Where the time of a step went"
 """Headings of `run_advice`."""
+EMULATED = " on real devices (emulated ones share the cores of this host)"
 
 Window = tuple[float, float]
-Stage = tuple[str, str]
-"""Role and method."""
 
 
 @dataclass(frozen=True)
@@ -221,12 +215,11 @@ def pool_waits(
     for pool in dict.fromkeys(pool_of.values()):
         own = [call for call in calls if pool_of[call.track] == pool]
         others = [call for call in calls if pool_of[call.track] != pool]
-        waited: dict[str, float] = defaultdict(float)
-        for gap in gaps(own, others, whole):
-            for cause, start, end in gap.causes:
-                name = OTHER if cause is None else pool_of[cause.track]
-                waited[name] += _inside([(start, end)], windows) / steps
-        waited = {name: seconds for name, seconds in waited.items() if seconds > 0}
+        spans: dict[str, list[Window]] = defaultdict(list)
+        for cause, start, end in chain(*(gap.causes for gap in gaps(own, others, whole))):
+            spans[OTHER if cause is None else pool_of[cause.track]].append((start, end))
+        seconds = {name: _inside(each, windows) / steps for name, each in spans.items()}
+        waited = {name: s for name, s in seconds.items() if s > 0}
         busy = _inside(union((call.start, call.end) for call in own), windows)
         found.append(PoolWait(pool, busy / total, total / steps, waited))
     return found
@@ -295,16 +288,14 @@ def union(spans: Iterable[Window]) -> list[Window]:
     return merged
 
 
-def _inside(spans: Iterable[Window], windows: Sequence[Window]) -> float:
-    """Sums the seconds of the spans that lie in the windows, which rise and do not overlap."""
-    ends = [end for _, end in windows]
-    total = 0.0
-    for start, end in spans:
-        for begin, stop in islice(windows, bisect_right(ends, start), None):
-            if begin >= end:
-                break
-            total += min(end, stop) - max(start, begin)
-    return total
+def _inside(spans: Iterable[Window], windows: Iterable[Window]) -> float:
+    """Sums the seconds of the spans that lie in the windows."""
+    stretches = union(windows)
+    return sum(
+        max(min(end, stop) - max(start, begin), 0.0)
+        for start, end in spans
+        for begin, stop in stretches
+    )
 
 
 @dataclass(frozen=True)
@@ -334,6 +325,13 @@ class RunSetup:
     @property
     def staleness(self) -> int:
         return SCHEDULES[self.config.schedule]
+
+    @cached_property
+    def planned(self) -> Candidate | None:
+        """Returns the plan of the run; None where its models cannot be read any more."""
+        with suppress(UserError):
+            return planned_run(self.config, self.limit)
+        return None
 
 
 def run_advice(run_dir: Path) -> dict[str, tuple[str, ...]]:
@@ -374,47 +372,8 @@ def run_advice(run_dir: Path) -> dict[str, tuple[str, ...]]:
             more = "" if split is None else f", and with {split} {faster:.1f}x"
             lines.append((best, f"schedule={name} would be {now:.1f}x faster{more}"))
     fastest_first = tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
-    only = " on real devices (emulated ones share the cores of this host)" * setup.emulated
-    faster_lines = {f"{FASTER}{only}": fastest_first} if lines else {}
-    return faster_lines | {WENT: tuple(waits)}
-
-
-def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness: int) -> float:
-    """Predicts the seconds of a step once the pipeline is full.
-
-    Args:
-        stages: seconds a step of each stage.
-        pool_of: role -> its pool.
-    """
-    free: dict[str, float] = defaultdict(float)
-    generated: dict[int, float] = {}
-    scored: dict[int, float] = {}
-    updates: list[float] = []
-
-    def run(role: str, method: str, ready: float) -> float:
-        """Returns the time at which a call ends that is queued now and has its arguments at
-        `ready`."""
-        if (role, method) not in stages:
-            return ready
-        pool = pool_of[role]
-        free[pool] = max(free[pool], ready) + stages[role, method]
-        return free[pool]
-
-    scorers = [role for role, method in stages if method == "score"]
-    follows = ("actor", "publish_to_teacher") in stages
-    for action in Schedule(REPLAYED, staleness, scores_ahead=not follows):
-        i = action.index
-        if action.kind == "generate":
-            generated[i] = run("teacher", "generate", run("rollout", "generate", 0.0))
-        elif action.kind == "score":
-            scored[i] = max((run(role, "score", generated[i]) for role in scorers), default=0.0)
-        elif action.kind == "train":
-            updates.append(run("actor", "update", max(generated[i], scored[i])))
-        else:
-            run("rollout", "load", run("actor", "publish", 0.0))
-            run("teacher", "load", run("actor", "publish_to_teacher", 0.0))
-    half = REPLAYED // 2
-    return (updates[-1] - updates[-1 - half]) / half
+    heading = f"{FASTER}{EMULATED}" if setup.emulated else FASTER
+    return ({heading: fastest_first} if lines else {}) | {WENT: tuple(waits)}
 
 
 def scaled(
@@ -433,37 +392,22 @@ def scaled(
     }
 
 
-def splits(placement: Placement) -> Iterator[str]:
-    """Yields every other `--mesh` with the same pools over as many devices, or `MOST` of them."""
-    n, pools = placement.n_devices, placement.pools
-    units = (unit for unit in range(1, n + 1) if n % unit == 0)
-    unit = next(unit for unit in units if comb(n // unit - 1, len(pools) - 1) <= MOST)
-    present = [len(pool.devices) for pool in pools]
-    for cuts in combinations(range(unit, n, unit), len(pools) - 1):
-        sizes = [b - a for a, b in zip((0, *cuts), (*cuts, n), strict=True)]
-        if sizes != present:
-            pairs = zip(pools, sizes, strict=True)
-            yield ",".join(f"{pool.name}={size}" for pool, size in pairs)
-
-
 def best_split(setup: RunSetup, measured: StepTimes, staleness: int) -> tuple[str | None, float]:
     """Finds the fastest other `--mesh` that can be had, and how many times faster it is than the
     run; None, and 1, where none is worth it."""
     kept = speedup(setup, measured, setup.devices, staleness)
     found = []
     slices = {role: section.devices for role, section in setup.config.roles.items()}
-    for spec in splits(parse(setup.config.mesh)):
+    for mesh in splits(parse(setup.config.mesh)):
         with suppress(UserError):  # a role's slice of its pool is impossible
-            roles = place(spec, [role for role, n in setup.devices.items() if n], slices).roles
+            roles = place(mesh, [role for role, n in setup.devices.items() if n], slices).roles
             devices = {r: len(roles[r].devices) if n else 0 for r, n in setup.devices.items()}
-            found.append((speedup(setup, measured, devices, staleness), spec))
-    worth = sorted((each for each in found if each[0] >= WORTH * kept), reverse=True)
-    limit = None if setup.limit is None else setup.limit / GB
-    for faster, spec in worth[:PLANNED]:
-        config = setup.config.model_copy(update={"mesh": spec})
+            found.append((speedup(setup, measured, devices, staleness), mesh))
+    worth = sorted((item for item in found if item[0] >= WORTH * kept), reverse=True)
+    for faster, mesh in worth[:PLANNED]:
         with suppress(UserError):  # the axes do not divide
-            if make_plan(config, needed_roles(config), None, limit).fits:
-                return spec, faster
+            if setup.planned is not None and setup.planned.move(mesh).fits:
+                return mesh, faster
     return None, 1.0
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.family import given
 from jaxrl.plan.plan_inputs import Setting
-from jaxrl.profile.waits import Stage
+from jaxrl.plan.search import Stage
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Work:
 
     flops: float
     bytes: float
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
 
     def __mul__(self, times: float) -> Work:
         return Work(self.flops * times, self.bytes * times)
@@ -169,15 +172,22 @@ class StepBatch:
         return replace(self, prompts=prompts, teacher_prompts=theirs, in_batch=None)
 
 
+def longest_batch(m: Setting) -> StepBatch:
+    """Returns the sizes of a batch whose prompts and completions are as long as allowed."""
+    n, count = m.prompt_rows, m.sequences // m.prompt_rows
+    own, theirs = ((m.prompts(role),) * n for role in ("actor", "teacher"))
+    return StepBatch(own, count, m.new_tokens, m.decode_steps, theirs)
+
+
 def step_work(m: Setting, batches: Sequence[StepBatch]) -> dict[Stage, list[Work]]:
     """Computes the work of each stage whose model is known here, the mean over some steps."""
-    each = [_batch_work(m, batch) for batch in batches]
+    works = [_batch_work(m, batch) for batch in batches]
     return {
         stage: [
             Work(fmean(part.flops for part in same), fmean(part.bytes for part in same))
-            for same in zip(*(work[stage] for work in each), strict=True)
+            for same in zip(*(work[stage] for work in works), strict=True)
         ]
-        for stage in each[0]
+        for stage in works[0]
     }
 
 
@@ -189,13 +199,15 @@ def _batch_work(m: Setting, batch: StepBatch) -> dict[Stage, list[Work]]:
         for role, sizes in m.axes.items()
     }
 
-    def scoring(model: DecoderConfig, role: str, vocab: int | None, batch: StepBatch) -> list[Work]:
+    def scoring(role: str, model: DecoderConfig, vocab: int | None, batch: StepBatch) -> list[Work]:
         """Returns a pass over the batch and, with a vocabulary, the logits of its completions."""
-        prompts, n, mean = batch.prompts, batch.samples, batch.mean
-        forward = forward_work(model, prompts, *reads[role], samples=n, mean=mean)
-        head = [head_work(vocab, model.d_model, batch.tokens, *reads[role])] if vocab else []
-        return [forward, *head]
+        n, mean = batch.samples, batch.mean
+        forward = forward_work(model, batch.prompts, *reads[role], samples=n, mean=mean)
+        if vocab is None:
+            return [forward]
+        return [forward, head_work(vocab, model.d_model, batch.tokens, *reads[role])]
 
+    taught = "teacher" in m.axes
     if batch.decode_steps:
         prompt, own = fmean(batch.prompts), batch.mean / 2
         sizes = prompt + own, batch.tokens, batch.decode_steps, *reads["rollout"]
@@ -204,28 +216,26 @@ def _batch_work(m: Setting, batch: StepBatch) -> dict[Stage, list[Work]]:
             forward_work(student, batch.prompts, *reads["rollout"]),
             decode_work(student, *sizes, read=fetched),
         ]
+        if config.distill.signal == "student_topk" and taught:  # the pass that chooses the tokens
+            found["rollout", "generate"] += scoring("rollout", student, m.vocab, batch)
     batch = batch.scored
-    teachers = m.inputs.teachers if "teacher" in m.axes else ()
+    teachers = m.inputs.teachers if taught else ()
     hidden = config.distill.signal == "hidden"
-    # Where each row has one of several teachers, each is counted as scoring its share of them.
-    share = 1 / len(teachers) if teachers and config.mixture is None else 1.0
-    if teachers:
-        vocab = None if hidden else m.vocab
-        theirs = replace(batch, prompts=batch.teacher_prompts or batch.prompts)
-        each = (work for model in teachers for work in scoring(model, "teacher", vocab, theirs))
-        found["teacher", "score"] = [work * share for work in each]
+    if taught:
+        read = replace(batch, prompts=batch.teacher_prompts or batch.prompts)
+        parts = (scoring("teacher", x, None if hidden else m.vocab, read) for x in teachers)
+        found["teacher", "score"] = [w * m.scored_share("teacher") for part in parts for w in part]
     if "reference" in m.axes:
-        scored = scoring(student, "reference", student.vocab_size, batch)
-        found["reference", "score"] = scored
+        found["reference", "score"] = scoring("reference", student, student.vocab_size, batch)
     # Forward and backward of each pass over the batch, and the optimizer at each update.
     width = sum(teacher.d_model for teacher in teachers) if hidden else 0
-    passes = config.actor.epochs_per_batch
-    (forward,) = scoring(student, "actor", None, batch)
+    epochs = config.actor.epochs_per_batch
+    (forward,) = scoring("actor", student, None, batch)
     loss = divergence_work(m.vocab, student.d_model, width, batch.tokens, *reads["actor"])
     backward = forward * (2 if student.lora is None else 1)  # frozen weights have no gradient
     optimizer = adamw_work(student.n_trained) * (config.updates_per_batch * m.axes["actor"].data)
-    update = [forward * passes, loss * passes, backward * passes, optimizer]
+    update = [forward * epochs, loss * epochs, backward * epochs, optimizer]
     if config.learns_from_rewards and config.updates_per_batch > 1:  # log-probs before the batch
-        update += scoring(student, "actor", student.vocab_size, batch)
+        update += scoring("actor", student, student.vocab_size, batch)
     found["actor", "update"] = update
     return found

@@ -27,10 +27,11 @@ from jaxrl.formats.hf import TokenizerFiles, save_hf
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.losses.token_spans import span_baseline
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kernels import GPU
 from jaxrl.models.lora import frozen_and_trained, join
 from jaxrl.models.packing import held_tokens, room_of, row_devices
 from jaxrl.models.parameters import Layout, Params, head_sharding
-from jaxrl.roles.declared import Program, Resident, local_bytes
+from jaxrl.roles.declared import Program, Remedy, Resident, local_bytes
 from jaxrl.roles.microbatch import (
     cut_minibatches,
     padded_count,
@@ -39,8 +40,14 @@ from jaxrl.roles.microbatch import (
     tokens_of,
     unit_rows,
 )
-from jaxrl.roles.optimizer import learning_rate
-from jaxrl.roles.run_shapes import RunArrays
+from jaxrl.roles.optimizer import average_dtype, learning_rate
+from jaxrl.roles.run_shapes import (
+    RECOMPUTED,
+    RunArrays,
+    RunShapes,
+    common_remedies,
+    fractions,
+)
 from jaxrl.roles.update import (
     BASE,
     PLANNED,
@@ -669,3 +676,44 @@ def _moves(
             jitted, pieces = max(mine, key=lambda call: local_bytes(call[1]))
             given, calls_a_step = (pieces,), len(mine)
             yield Program(role, f"{name}: {verb}", jitted, given, beside=beside, calls=calls_a_step)
+
+
+SMALL_CHUNK = 128
+"""Tokens; with fewer, the loss's matrix products get slow."""
+GPU_CHUNKS = (2048, 1024)
+"""Tokens: for each chunk the LM head is read again, which takes a GPU as long as the products of a
+few hundred tokens."""
+
+
+def actor_remedies(run: RunShapes) -> Iterator[Remedy]:
+    """Yields the keys that make the actor smaller or faster."""
+    c, (count, rows) = run.config, run.micro_batches()
+    context, group, remats = run.axes["actor"].context, run.shared_group, list(RECOMPUTED)
+    tokens = run.prompt_tokens + group * run.new_tokens  # of a group, its prompt once
+    budgets: list[int | None] = [
+        -(-(-(-run.update_rows // (n * group)) * tokens) // context)
+        for n in reversed(fractions(count))
+        if n > 1
+    ]
+    fewer = sorted({max(1, rows // n) for n in (2, 4, 8, 16, 32)} - {rows}, reverse=True)
+    yield Remedy(
+        "actor.micro_batch_tokens",
+        [None, *budgets] if count > 1 else (),
+        [-(-run.width // context) * n for n in fewer],
+        timed=True,
+    )
+    smaller = ["full"] if c.actor.remat != "full" else ()
+    yield Remedy("actor.remat", remats[: remats.index(c.actor.remat)], smaller, timed=True)
+    chunks: tuple[int | None, ...] = (*GPU_CHUNKS, None)
+    yield Remedy(
+        "distill.chunk_tokens",
+        smaller=[SMALL_CHUNK] if c.distill.loss_chunk > SMALL_CHUNK else (),
+        choices=chunks if run.inputs.target.platform in GPU else (),
+        note="the losses read the LM head once for so many tokens",
+    )
+    yield Remedy("distill.lean", smaller=[True])
+    kept = average_dtype(c.optimizer, "bfloat16")
+    if kept != "float32" and c.optimizer.name != "adafactor":  # else nothing is smaller
+        yield Remedy("actor.moment_dtype", smaller=["bfloat16"])
+    yield Remedy("actor.param_dtype", smaller=["bfloat16"])
+    yield from common_remedies(run, "actor")

@@ -8,7 +8,7 @@ An abstract array is a `jax.ShapeDtypeStruct` with a sharding over the devices o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -105,6 +105,25 @@ class Resident:
         """Registers in the ledger what `read` returns; `write` sets it."""
         options: dict[str, Any] = {"stages": self.stages, "stale_at": self.stale_at}
         current().resident(self.name, read, write, offload=self.offload, **options)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A key of the config that makes a role smaller or faster, with the values to try instead of
+    the present one."""
+
+    key: str
+    faster: Sequence[Any] = ()
+    """The fastest first."""
+    smaller: Sequence[Any] = ()
+    """Those that take less memory, the mildest first."""
+    timed: bool = False
+    """The seconds of a step are predicted for each value (`--suggest`)."""
+    choices: Sequence[Any] = ()
+    """Where the key is null: what the plan sets it to, which is the first that fits; None leaves it
+    null."""
+    note: str = ""
+    """Why, with the `{pool}` and the `{size}` in GB that it takes with the first of the choices."""
 
 
 def local_bytes(tree: Any) -> int:

@@ -26,8 +26,8 @@ from jaxrl.models.lora import frozen_and_trained, join, merged
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Layout, Params, abstract_params, param_shardings, unstack
 from jaxrl.roles.actor import PUBLISHED, SENT, shared_base
-from jaxrl.roles.declared import Program, Resident, local_bytes
-from jaxrl.roles.run_shapes import RunArrays
+from jaxrl.roles.declared import Program, Remedy, Resident, local_bytes
+from jaxrl.roles.run_shapes import RunArrays, RunShapes, common_remedies, fractions
 from jaxrl.roles.sampling_programs import sampling_params, sampling_programs
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Aborted, Engine
@@ -409,3 +409,27 @@ def rollout_programs(run: RunArrays) -> Iterator[Program]:
         jitted = topk_program(Projection.of(c, run.meshes[role], m.vocab), model)
         given = run.params(role, model), run.sequences(role, m.padded_rows)
         yield Program(role, "top-k of the policy", jitted, given, ("score",))
+
+
+def rollout_remedies(run: RunShapes) -> Iterator[Remedy]:
+    """Yields the keys that make the rollout smaller or faster."""
+    c, slots, whole = run.config, run.config.slots, run.config.batch_size * run.config.group_size
+    longest = max(c.max_new_tokens, c.eval.max_new_tokens or 0)
+    if c.rollout.cache_tokens is None:
+        tokens = longest * (slots // run.axes["rollout"].rows)
+        pools = [tokens // n for n in (2, 4) if tokens // n >= longest]
+        yield Remedy("rollout.cache_tokens", smaller=pools)
+    yield Remedy(
+        "rollout.slots",
+        [n for n in (whole, *fractions(whole)) if n > slots],
+        [slots // n for n in (2, 4, 8, 16) if slots >= n],
+        timed=True,
+        choices=(None, *fractions(slots)),
+        note=f"with all {slots} sequences of a batch at once {{pool}} would take {{size:.1f}} GB;"
+        " a slot whose sequence has ended takes the next one",
+    )
+    if c.trains_adapters and c.quantised is None:
+        now = c.rollout.merge
+        faster, smaller = ([], [False]) if now else ([True], [])
+        yield Remedy("rollout.merge", faster, smaller, timed=True)
+    yield from common_remedies(run, "rollout")

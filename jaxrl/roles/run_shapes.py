@@ -7,15 +7,16 @@ read which programs it runs and which arrays it keeps (`roles.declared`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.methods import sampled_share
 from jaxrl.algorithms.schedule import SCHEDULES
@@ -30,13 +31,16 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import Target, Use
 from jaxrl.models.parameters import Layout, Params, abstract_params, param_shardings
 from jaxrl.models.shared_prompts import PAGE, why_not_paged
-from jaxrl.roles.declared import local_bytes, placed
+from jaxrl.roles.declared import Remedy, local_bytes, placed
 from jaxrl.roles.microbatch import scored_group, shares
 from jaxrl.sampling.engine import ANSWER_TOKENS, prefill_batch
 from jaxrl.sampling.slots import pool_pages, rows_at_most, seats_of_row
 from jaxrl.sharding.axes import ROWS, Axes, resolve_axes
 from jaxrl.sharding.placement import Placement
 from jaxrl.types import Sequences, TeacherSignal, TokenAlignment, signal_of
+
+LONG = 8192
+"""Tokens of sequences for which the axis `context` is considered."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,7 @@ class RunInputs:
             given = config.roles[role].parallel
             sizes = {axis: getattr(given, axis) for axis in type(given).model_fields}
             axes = found[role] = resolve_axes(role, n, **sizes)
-            whole = config.teacher.tokenizer == "own" and role in ("actor", "teacher")
-            if whole and axes.tensor > 1:
+            if axes.tensor > 1 and self.whole_vocabulary(config, role):
                 raise UserError(
                     f"{role}.parallel.tensor={axes.tensor} splits the vocabulary, and a teacher"
                     " with teacher.tokenizer=own needs all of it at once: set"
@@ -147,6 +150,34 @@ class RunInputs:
             )
         return found
 
+    def whole_vocabulary(self, config: Config, role: str) -> bool:
+        """Returns whether each device of a role needs the logits of all tokens, so that `tensor`
+        cannot split its model."""
+        return config.teacher.tokenizer == "own" and role in ("actor", "teacher")
+
+    def possible_axes(self, config: Config, role: str) -> Iterator[Axes]:
+        """Yields ways to use the devices of a role, from copies to ever smaller pieces: of `data`,
+        `fsdp` and `tensor` two at most, `context` for long sequences, and copies of what is trained
+        in each of several hosts alone. What does not divide the model's widths or heads is left
+        out: those weights would be whole on each device."""
+        n, model = len(self.placement.roles[role].devices), self.model(role)
+        most = 1 if self.whole_vocabulary(config, role) else n
+        long = "context" in type(config.roles[role].parallel).model_fields
+        long = long and sum(self.widths(config)) >= LONG
+        sizes = product((1, 2, 4, 8) if long else (1,), range(1, most + 1))
+        for context, tensor in ((c, t) for c, t in sizes if n % (c * t) == 0):
+            rest = n // (tensor * context)
+            found = [Axes(fsdp=rest, tensor=tensor, context=context)]
+            if role != "actor":
+                copies = Axes(data=rest, tensor=tensor, context=context)
+                found = [copies, *found] if tensor == 1 < rest else [copies]
+            elif rest % (hosts := self.spanned(role)) == 0 and 1 < hosts < rest:
+                found.append(found[0]._replace(data=hosts, fsdp=rest // hosts))
+            for axes in found:
+                divided = model.d_model % axes.weights == 0 and model.d_ff % axes.tensor == 0
+                if divided and model.n_heads % axes.heads == 0:
+                    yield axes
+
     def spanned(self, role: str) -> int:
         """Returns the number of hosts among which the devices of a role are divided evenly; 1 where
         they are not, or on one host."""
@@ -159,6 +190,38 @@ class RunInputs:
     def together(self, a: str, b: str) -> bool:
         """Returns whether two roles share a worker."""
         return self.placement.roles[a].pool == self.placement.roles[b].pool
+
+
+def common_remedies(run: RunShapes, role: str) -> Iterator[Remedy]:
+    """Yields the remedies that every role has: the number of parts of its batch, what is offloaded
+    for other roles of its pool, its mesh axes, its dtype."""
+    config, inputs, now = run.config, run.inputs, run.axes[role]
+    section: Any = config.roles[role]
+    if "num_microbatches" in type(section).model_fields:
+        parts = section.num_microbatches
+        more = [parts * n for n in (2, 4, 8, 16)]
+        yield Remedy(f"{role}.num_microbatches", range(1, parts), more, timed=True)
+    others = inputs.placement.pool_of(role).roles
+    if sum(other in inputs.roles for other in others) > 1:
+        for key, on in config.offload.model_dump().items():
+            yield Remedy(f"offload.{key}", smaller=[] if on else [True])
+    given, sizes = section.parallel.model_dump(), [2, 4, 8]
+    if given["tensor"] is None and not inputs.whole_vocabulary(config, role):
+        tensor = [t for t in sizes if t > now.tensor and now.size % t == 0]
+        yield Remedy(f"{role}.parallel.tensor", smaller=tensor)
+    # Where one sequence is all that a device computes at once: fewer cannot help.
+    if given.get("context", now) is None and run.passes(role).rows == 1:
+        context = [c for c in sizes if now.size % (now.tensor * c) == 0]
+        yield Remedy(f"{role}.parallel.context", smaller=context)
+    if not inputs.on_cpu:
+        yield Remedy(f"{role}.dtype", smaller=["bfloat16"])
+
+
+def fractions(whole: int) -> list[int]:
+    """Returns numbers below `whole`, the largest first: by eighths, and below one by halves."""
+    eighths = {whole * part // 8 for part in range(1, 8)}
+    halves = {whole >> n for n in range(4, whole.bit_length())}
+    return sorted((eighths | halves) - {0}, reverse=True)
 
 
 def generates(config: Config, role: str) -> bool:
@@ -175,7 +238,7 @@ class RunShapes:
     def __init__(self, config: Config, inputs: RunInputs):
         self.config, self.inputs, self.axes = config, inputs, inputs.axes(config)
         self.student, self.teacher = inputs.student, inputs.teacher
-        self.sequences = config.batch_rows  # B
+        self.prompt_rows, self.sequences = config.batch_size, config.batch_rows  # B
         self.prompt_tokens, self.new_tokens = inputs.widths(config)
         self.width = self.prompt_tokens + self.new_tokens
         self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))
@@ -278,6 +341,35 @@ class RunShapes:
         count = -(-groups // most)
         return count, -(-groups // count) * group
 
+    def passes(self, role: str) -> Passes:
+        """Returns how a role passes over a batch in a step."""
+        actor = self.config.actor
+        if role == "actor":
+            count, rows = self.micro_batches()
+            calls, remat = count * self.config.updates_per_batch, actor.remat
+            layers, heads = 3 if remat == "full" else 2, 2 if remat == "none" else 3
+            return Passes(calls, rows, layers, heads, RECOMPUTED[remat], actor.epochs_per_batch)
+        parts = getattr(self.config.roles[role], "num_microbatches", 1)
+        return Passes(parts, -(-self.rows(role, self.sequences) // parts))
+
+    def scored_share(self, role: str) -> float:
+        """Returns the share of a batch's rows that each model of a role scores."""
+        return 1 / len(self.inputs.models(role)) if self.config.mixture is None else 1.0
+
+    def batch_limits(self, most: int) -> dict[str, int]:
+        """Maps each key of a batch's size to the largest value to try, at most `most`."""
+        c = self.config
+        positions = self.student.max_positions - c.max_prompt_tokens
+        longest = min(most, positions, c.rollout.cache_tokens or most)
+        groups = {} if c.only_data else {"group_size": most}
+        return {"batch_size": most, **groups, "max_new_tokens": longest}
+
+    @property
+    def decode_steps(self) -> int:
+        """Returns the decode steps of a batch whose completions all are as long as allowed."""
+        slots = min(self.config.slots, self.sequences)
+        return self.new_tokens * -(-self.sequences // slots)
+
     def prefill_rows(self, role: str) -> int:
         """Returns the number of prompts of each data shard in the largest prefill of a role."""
         width, slots = self.prompts(role), self.sampling_slots(role)
@@ -329,6 +421,27 @@ class RunShapes:
         shared = 1 if apart else self._shared(role, None)
         group = scored_group(self.sequences, parts, shards, shared)
         return -(-self.sequences // (parts * shards * group)) * group, group
+
+
+class Passes(NamedTuple):
+    """Passes of a role over a batch of the longest sequences, in a step."""
+
+    calls: int
+    """Programs, each of a part of the batch."""
+    rows: int
+    """Of a part, on one device."""
+    layers: int = 1
+    """Passes over the layers in a call: forward, backward, and what that computes again."""
+    heads: int = 1
+    """Passes in which heads are exchanged (`context`, `expert`); remat=dots keeps none of them."""
+    recomputed: float = 0.0
+    """Share of a forward pass that the backward pass computes again."""
+    epochs: int = 1
+    """Times that the batch is trained on."""
+
+
+RECOMPUTED = {"none": 0.0, "dots": 0.15, "full": 1.0}
+"""`actor.remat`, the fastest first -> share of a forward pass that is computed again."""
 
 
 class CacheSizes(NamedTuple):
@@ -403,7 +516,7 @@ class RunArrays:
         given."""
         dtype = self.config.roles[role].compute_dtype if dtype is None else dtype
         layout = layout or self.shapes.layout(role)
-        return dict(_placed_params(model, self.meshes[role], jnp.dtype(dtype), layout))
+        return dict(placed_params(model, self.meshes[role], jnp.dtype(dtype), layout))
 
     def sequences(self, role: str, rows: int, group: int = 1) -> Sequences:
         completions = self.shapes.completions(role)
@@ -482,6 +595,9 @@ class RunArrays:
 
 
 @lru_cache(maxsize=256)
-def _placed_params(model: DecoderConfig, mesh: Mesh, dtype: jnp.dtype, layout: Layout) -> Params:
+def placed_params(
+    model: DecoderConfig, mesh: Mesh | AbstractMesh, dtype: jnp.dtype, layout: Layout = "stacked"
+) -> Params:
+    """Returns the weights of a model as abstract arrays on a mesh."""
     abstract = abstract_params(model, dtype, layout)
     return placed(abstract, param_shardings(model, mesh, layout))

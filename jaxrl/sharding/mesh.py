@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import psutil
 from jax._src import hardware_utils  # no public function counts chips
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxrl.errors import UserError, counted
 from jaxrl.process.compile_cache import compile_unordered_programs_again
@@ -181,6 +181,11 @@ def role_mesh(devices: Sequence[jax.Device], axes: Axes) -> Mesh:
         compile_unordered_programs_again()
     grid = np.asarray(devices, dtype=object).reshape(axes)
     return Mesh(grid, AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
+
+
+def abstract_mesh(axes: Axes) -> AbstractMesh:
+    """Returns a mesh without devices, on which arrays have sizes."""
+    return AbstractMesh(tuple(axes), AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
 
 
 def role_meshes(

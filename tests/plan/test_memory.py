@@ -33,11 +33,12 @@ from jaxrl.plan import (
     make_plan,
     plan_inputs,
 )
-from jaxrl.plan.advice import fractions, set_key
 from jaxrl.plan.array_bytes import optimizer_bytes
 from jaxrl.plan.plan_inputs import Account, Entry
+from jaxrl.plan.search import set_key
 from jaxrl.plan.table import Plan
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
+from jaxrl.roles.run_shapes import fractions
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sampling import decode
 from jaxrl.sharding.axes import Axes

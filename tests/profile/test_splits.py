@@ -10,7 +10,7 @@ from sleeping_run import sleeping_run
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
-from jaxrl.plan import make_plan
+from jaxrl.plan import make_plan, search
 from jaxrl.plan.table import plan_json
 from jaxrl.profile import waits
 from jaxrl.profile.waits import (
@@ -143,12 +143,12 @@ def test_the_weight_sync_and_roles_without_devices_keep_their_seconds():
 
 
 def test_every_other_split_is_tried_once():
-    found = list(waits.splits(parse("actor=1,rollout+teacher=3")))
+    found = list(search.splits(parse("actor=1,rollout+teacher=3")))
     assert found == ["actor=2,rollout+teacher=2", "actor=3,rollout+teacher=1"]
-    assert len(list(waits.splits(parse(HERE)))) == 20  # 7 choose 2, less the present one
-    large = list(waits.splits(parse("actor=64,rollout=64,teacher=128")))
-    assert len(large) <= waits.MOST and "actor=64,rollout=128,teacher=64" in large
-    assert list(waits.splits(parse("actor=2,rollout=2,teacher=1009"))) == [], "1013 is prime"
+    assert len(list(search.splits(parse(HERE)))) == 20  # 7 choose 2, less the present one
+    large = list(search.splits(parse("actor=64,rollout=64,teacher=128")))
+    assert len(large) <= search.SPLITS and "actor=64,rollout=128,teacher=64" in large
+    assert list(search.splits(parse("actor=2,rollout=2,teacher=1009"))) == [], "1013 is prime"
 
 
 def measured(**seconds):

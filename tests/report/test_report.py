@@ -27,8 +27,7 @@ from made_run import (
 )
 
 from jaxrl.config import cli
-from jaxrl.profile.traces import StageRow, StageTable
-from jaxrl.profile.waits import PoolWait
+from jaxrl.profile.traces import PoolShare, StageRow, StageTable
 from jaxrl.report import __main__ as report
 from jaxrl.report import timeline_lanes
 from jaxrl.report.html_page import (
@@ -363,8 +362,8 @@ def test_a_profile_is_a_table_of_its_stages() -> None:
         bytes=3e9, compute=0.4, memory=None, bound="compute", moved=None,
     )  # fmt: skip
     peak = Ceilings("H200", 989e12, 4.8e12, published=True, shared=False)
-    wait = PoolWait("actor", busy=0.25, seconds=2.0, waited={})
-    table = StageTable((3, 4), 2.0, {"actor": peak, "rollout": peak}, (stage,), (wait,))
+    share = PoolShare("actor", busy=0.25, idle=0.75)
+    table = StageTable((3, 4), 2.0, {"actor": peak, "rollout": peak}, (stage,), (share,))
     sections = templates().get_template("sections.html").module
     told = str(sections.profile(json.loads(table.to_json())))
     assert "Steps 3 to 4, 2 s each. Idle: actor 75%." in told

@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxrl.algorithms.protocols import Sources
 from jaxrl.config.schema import Config
-from jaxrl.profile.waits import Span, Stage, read_calls
+from jaxrl.plan.search import Stage
+from jaxrl.profile.waits import Span, read_calls
 from jaxrl.run.loop import Calls, Loop
 from jaxrl.runtime.worker import LocalWorkerGroup
 from jaxrl.sharding.placement import parse
