@@ -3,7 +3,6 @@ the newest checkpoint."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,17 +16,15 @@ from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.fingerprint import changes
 from jaxrl.checkpoint.model_source import FINAL, resolve_model
-from jaxrl.checkpoint.writer import CheckpointWriter, free_gb, load_rollout
-from jaxrl.config.schema import CONFIG_FILE, Config
+from jaxrl.checkpoint.writer import free_gb, load_rollout
+from jaxrl.config.schema import Config
 from jaxrl.data.example import Split
 from jaxrl.data.tokenizer import decode_text
 from jaxrl.errors import RunError, UserError
-from jaxrl.formats import hf, peft
 from jaxrl.formats.opened import has_changed
 from jaxrl.models.kernels import GPU
-from jaxrl.models.packing import RowDevices
 from jaxrl.plan import make_plan, target_plan
-from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE, Plan, plan_json
+from jaxrl.plan.table import Plan
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.streams import raise_file_limit, terminal_width
@@ -39,21 +36,17 @@ from jaxrl.process.xla_flags import (
     keep_autotuning,
     user_flag_notes,
 )
-from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
 from jaxrl.profile.waits import run_advice
-from jaxrl.roles.microbatch import scored_padding
 from jaxrl.roles.reward import open_reward
 from jaxrl.run.job import Job, check_job, dependencies, make_job
 from jaxrl.run.launch import devices_for, start_roles
 from jaxrl.run.loop import Calls, Loop, Resumed, evaluates
 from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.run.python_objects import NOTHING, PythonObjects
-from jaxrl.run.reporting import Notifier, OnStep, Reporter, Run, ScorerMetrics
+from jaxrl.run.reporting import Notifier, OnStep, Run
 from jaxrl.run.run_dir import (
-    SESSIONS_FILE,
     check_run_dir,
     find_run,
-    folder_check,
     meshes,
     open_run_dir,
     sessions,
@@ -62,25 +55,16 @@ from jaxrl.run.run_dir import (
 from jaxrl.runtime.worker import OutOfMemory, RunLost
 from jaxrl.sharding.mesh import accelerators_here
 from jaxrl.sharding.targets import TargetMachine
-from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.lines import LOG_FILE, RunLog
 from jaxrl.telemetry.metrics import (
-    METRICS_FILE,
-    SAMPLES_FILE,
-    JsonLines,
-    MetricsWriter,
     held_out_reward,
 )
-from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
-from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, check_trackers, open_trackers
+from jaxrl.telemetry.trackers import check_trackers
 from jaxrl.types import Prompt, Rollout, Row
 
 JUDGES = ("data.eval", "reward.", "grouper.")
 """Begin the names of what a run depends on that has no part in what a batch of completions is: it
 only judges them."""
-HURRY_S = 3.0
-"""Longest wait for the trackers at the end of a run that was interrupted, or failed."""
 
 
 def plan_run(config: Config, target: TargetMachine | None = None) -> Plan:
@@ -226,83 +210,22 @@ def _run(run: Run) -> None:
 
 
 def _attempt(run: Run) -> None:
+    """Starts the roles, trains, exports the model, and says how it went."""
     job, plan, config, folder = run.job, run.plan, run.job.config, run.folder
-    notify, path = run.notify, folder.path
     restore = None if folder.checkpoint is None else folder.checkpoint.path
     first = first_prompts(job, folder.step)
-    setup = job.for_workers(plan.axes, path, restore, first, folder.depends)
+    setup = job.for_workers(plan.axes, folder.path, restore, first, folder.depends)
     packing = setup.packing(plan.inputs.target)
     generated = _generated_ahead(run, packing)  # before anything of the folder is replaced
-    worker_group = start_roles(setup, plan, notify)
+    workers = start_roles(setup, plan, run.notify)
     with ExitStack() as stack:
-        stack.callback(worker_group.stop)
-        description = {
-            CONFIG_FILE: config.dump(),
-            PLAN_FILE: plan.text(),
-            PLAN_DATA_FILE: plan_json(plan),
-            SESSIONS_FILE: folder.sessions_with(config.mesh),
-        }
-        for note in folder.set_aside():
-            notify(note)
-        for name, text in description.items():
-            folder.write(name, text)
-        folder.clear_final(notify)
-        run.console.attach(worker_group.states)
-
-        log = stack.enter_context(notify.into(RunLog(path / LOG_FILE)))
-        after = None if folder.checkpoint is None else folder.step
-        metrics = MetricsWriter(path / METRICS_FILE, after, notify)
-        stack.callback(metrics.close)
-        samples = JsonLines(path / SAMPLES_FILE, after, notify)
-        stack.callback(samples.close)
-        timeline_path = path / TIMELINE_FILE if config.logging.timeline else None
-        timeline = Timeline(timeline_path, after is not None, notify)
-        stack.callback(timeline.close)
-        timeline.watch_states(worker_group.states)
-        profile = Profile(
-            job.train,
-            plan,
-            worker_group,
-            path / PROFILE_DIR,
-            steps_to_profile(config, folder.step, notify),
-            notify,
-        )
-        facts = RunFacts(config.name, path, config.model_dump(mode="json"), after, notify)
-        trackers = open_trackers(config.logging, facts)
-        if trackers is not None:
-            close = trackers.close
-            stack.push(lambda failed, *_: close(HURRY_S if failed else CLOSE_S))
-        growing = [file.restore for file in (metrics, samples, timeline, log)]
-        check_folder = folder_check(
-            folder, description, growing, notify, lambda: checkpoints.forget_removed()
-        )
-        checkpoints = CheckpointWriter(
-            path,
-            config,
-            job.train.fingerprint,
-            partial(_describe_policy, job),
-            notify,
-            folder.depends,
-            check_folder,
-        )
-        checkpoints.newest = folder.step or None
-        stack.callback(checkpoints.abandon)
-        reporter = Reporter(
-            run,
-            worker_group,
-            metrics,
-            samples,
-            trackers,
-            timeline,
-            checkpoints,
-            profile,
-            _scorer_metrics(job, plan),
-        )
-
-        # Their calls are drawn in the timeline, and counted where they are profiled.
-        recorders = (timeline.record, *([profile.record] if profile.steps else []))
-        roles = {role: worker_group.handle(role) for role in worker_group.roles}
-        calls = Calls(config, roles, reporter.asked_to_stop, recorders)
+        stack.callback(workers.stop)
+        stack.enter_context(run.attempt(workers))
+        # Calls are drawn in the timeline, and counted where they are profiled.
+        profiled = bool(run.profile.steps)
+        recorders = (run.timeline.record, *([run.profile.record] if profiled else []))
+        roles = {role: workers.handle(role) for role in workers.roles}
+        calls = Calls(config, roles, run.asked_to_stop, recorders)
         sources = Sources(
             config,
             job.train.batch,
@@ -314,44 +237,49 @@ def _attempt(run: Run) -> None:
             job.teacher.stored_samples(job.tokenizer),
             evaluated=("teacher",) if job.evaluates_teacher else (),
         )
-        around = profile.around if profile.steps else None
-        loop = Loop(sources, calls, reporter, checkpoints, around)
+        loop = Loop(sources, calls, run, run.checkpoints, run.profile.around if profiled else None)
         with run.interrupt.patient():
-            trained = loop.run(_resumed(run, generated, metrics.last))
-            profile.close()
-            checkpoints.close(config.deadlines.checkpoint)
-            reporter.checkpoint()
-            check_folder()
-
-        saved = checkpoints.newest
-        kept = "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
-        at = f"interrupted at step {trained}; {kept} in {path}"
-        if saved == trained:
-            at = f"interrupted; saved at step {trained} in {path}: resume=auto continues there"
-        if run.interrupt.asked:
-            raise Interrupted(at)
-        if (error := run.step_error) is not None:
-            raised = f"on_step raised {type(error).__name__}: {error}; {kept} in {path}"
-            if isinstance(error, Exception):
-                raise RunError(raised) from error
-            notify(raised)
-            raise error
-        if (ending := worker_group.ending) is not None:
-            raise RunError(f"{ending}\n{at}")
-        calls = Calls(config, {"actor": worker_group.handle("actor")})
-        exported = calls.call("actor", ActorRole.export, path / FINAL, job.tokenizer_files)
-        if (problem := exported.result()) is not None:
-            whole = f"checkpoint {saved} is whole"
-            raise RunError(
-                f"the trained model could not be written to {path / FINAL}: {problem}"
-                f" ({free_gb(path):.1f} GB are free there);"
-                f" {'no checkpoint could be written' if saved is None else whole}"
-            )
+            trained = loop.run(_resumed(run, generated, run.metrics.last))
+            run.close()
+        _raise_ending(run, trained)
+        _export(run)
         run.console.close()  # the result stands below the live display, and last
-        for heading, lines in reversed(run_advice(path).items()):
-            notify("\n  ".join((f"{heading}:", *lines)))
-        for line in _summary(run, reporter):
-            notify(line)
+        for heading, lines in reversed(run_advice(folder.path).items()):
+            run.notify("\n  ".join((f"{heading}:", *lines)))
+        for line in _summary(run):
+            run.notify(line)
+
+
+def _raise_ending(run: Run, trained: int) -> None:
+    """Raises what ended the run after so many batches, if anything but its config did."""
+    path, saved = run.folder.path, run.checkpoints.newest
+    kept = "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
+    at = f"interrupted at step {trained}; {kept} in {path}"
+    if saved == trained:
+        at = f"interrupted; saved at step {trained} in {path}: resume=auto continues there"
+    if run.interrupt.asked:
+        raise Interrupted(at)
+    if (error := run.step_error) is not None:
+        raised = f"on_step raised {type(error).__name__}: {error}; {kept} in {path}"
+        if isinstance(error, Exception):
+            raise RunError(raised) from error
+        run.notify(raised)
+        raise error
+    if (ending := run.worker_group.ending) is not None:
+        raise RunError(f"{ending}\n{at}")
+
+
+def _export(run: Run) -> None:
+    final, saved = run.folder.path / FINAL, run.checkpoints.newest
+    calls = Calls(run.job.config, {"actor": run.worker_group.handle("actor")})
+    exported = calls.call("actor", ActorRole.export, final, run.job.tokenizer_files)
+    if (problem := exported.result()) is not None:
+        whole = f"checkpoint {saved} is whole"
+        raise RunError(
+            f"the trained model could not be written to {final}: {problem}"
+            f" ({free_gb(run.folder.path):.1f} GB are free there);"
+            f" {'no checkpoint could be written' if saved is None else whole}"
+        )
 
 
 def first_prompts(job: Job, step: int) -> dict[Split, Sequence[Prompt]]:
@@ -363,31 +291,6 @@ def first_prompts(job: Job, step: int) -> dict[Split, Sequence[Prompt]]:
     if samples and step < job.config.steps and holds_samples(job.config, step):
         first["train"] = job.train.batch(step)
     return first
-
-
-def _describe_policy(job: Job, folder: Path) -> None:
-    """Writes the config and the tokenizer of the policy: what its weights are read with."""
-    dtype = job.config.actor.param_dtype
-    hf.write_description(folder, job.student.config, dtype, job.tokenizer_files)
-    if job.student.config.lora is not None:
-        peft.write_settings(folder, job.student.config, job.student.base_name)
-
-
-def _scorer_metrics(job: Job, plan: Plan) -> dict[str, ScorerMetrics]:
-    multiple = plan.inputs.target.width_multiple
-    devices = {
-        role: RowDevices(sizes.rows, math.lcm(multiple, sizes.context))
-        for role, sizes in plan.axes.items()
-    }
-    metrics: dict[str, ScorerMetrics] = {}
-    if "teacher" in devices:
-        given = job.config, devices["teacher"], job.tokenizer, job.teacher.open_aligner()
-        metrics["teacher"] = partial(teacher_metrics, *given)
-    if "reference" in devices:
-        metrics["reference"] = lambda rollout, parts, _: {
-            "reference/padding": scored_padding(rollout, parts, devices["reference"])
-        }
-    return metrics
 
 
 def _generated_ahead(run: Run, packing: Mapping[str, int]) -> dict[int, Rollout]:
@@ -426,10 +329,10 @@ def _resumed(run: Run, rollouts: Mapping[int, Rollout], last_row: Row | None) ->
     return Resumed(step, rollouts, evaluated=not (due and incomplete))
 
 
-def _summary(run: Run, reporter: Reporter) -> list[str]:
+def _summary(run: Run) -> list[str]:
     folder = run.folder
-    first_row: Row = reporter.metrics.first or {"step": folder.step}
-    last_row: Row = reporter.metrics.last or {"step": folder.step}
+    first_row: Row = run.metrics.first or {"step": folder.step}
+    last_row: Row = run.metrics.last or {"step": folder.step}
     first_step, took = run.first_step_at, time.monotonic() - run.started
     lines = [f"done: {last_row['step'] - run.start} steps in {took:.0f} s"]
     if first_step is not None:

@@ -51,6 +51,7 @@ from jaxrl.data.tokenizer import (
 from jaxrl.environments import environment_process as environments
 from jaxrl.environments.episode_batches import Episodes, pool_of
 from jaxrl.errors import UserError, about, user_input
+from jaxrl.formats import hf, peft
 from jaxrl.formats.hf import TokenizerFiles
 from jaxrl.formats.hub import data_name, find_folder
 from jaxrl.formats.opened import has_changed
@@ -286,6 +287,13 @@ class Job(Setup):
     def held_out_prompts(self) -> tuple[Prompt, ...]:
         """Returns the prompts of an evaluation, of one set after the other."""
         return tuple(prompt for held_out in self.held_out for prompt in held_out.prompts)
+
+    def describe_policy(self, folder: Path) -> None:
+        """Writes the config and the tokenizer of the policy: what its weights are read with."""
+        student, dtype = self.student, self.config.actor.param_dtype
+        hf.write_description(folder, student.config, dtype, self.tokenizer_files)
+        if student.config.lora is not None:
+            peft.write_settings(folder, student.config, student.base_name)
 
     def for_workers(
         self,

@@ -31,7 +31,7 @@ from jaxrl.algorithms.protocols import (
 from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config.schema import Config
-from jaxrl.run.reporting import Futures, Reporter
+from jaxrl.run.reporting import Futures, Run
 from jaxrl.runtime.worker import Future, Handle, Stopped, T, Times, done_future
 from jaxrl.types import Rollout
 
@@ -149,7 +149,7 @@ class Loop:
 
     sources: Sources
     calls: Calls
-    reporter: Reporter
+    reporter: Run
     checkpoints: CheckpointWriter
     around: Callable[[Action], AbstractContextManager[None]] | None = None
     """A context manager around each action, where steps are profiled (`Profile.around`)."""

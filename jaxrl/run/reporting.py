@@ -7,32 +7,47 @@ a sequence of the batch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
-from jaxrl.plan.table import MB, Plan
+from jaxrl.config.schema import CONFIG_FILE
+from jaxrl.models.packing import RowDevices
+from jaxrl.plan.table import MB, PLAN_DATA_FILE, PLAN_FILE, Plan, plan_json
 from jaxrl.process.compilations import Compilations
 from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.json_types import JsonObject
-from jaxrl.profile.traces import Profile
+from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
+from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.evaluation import evaluation_row, judged
 from jaxrl.run.job import Job
-from jaxrl.run.run_dir import RunDir
+from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, folder_check
 from jaxrl.runtime.worker import Future, Stopped, Wait, WorkerGroup
+from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.lines import RunLog
-from jaxrl.telemetry.metrics import JsonLines, MetricsWriter, Sample, write_samples
-from jaxrl.telemetry.timeline import Timeline
-from jaxrl.telemetry.trackers import Trackers
+from jaxrl.telemetry.lines import LOG_FILE, RunLog
+from jaxrl.telemetry.metrics import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    JsonLines,
+    MetricsWriter,
+    Sample,
+    write_samples,
+)
+from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
+from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, Trackers, open_trackers
 from jaxrl.types import Rollout, Row, SampleCounts, Trained
 
+HURRY_S = 3.0
+"""Longest wait for the trackers at the end of a run that was interrupted, or failed."""
 SCORED = {"teacher": "score", "reference": "reference", "reward": "reward", "grouper": "embed"}
 """Role -> the name of its time in a row."""
 Futures = Mapping[str, Future[Any]]
@@ -81,7 +96,8 @@ class Notifier:
 
 @dataclass
 class Run:
-    """A run in this process, through all of its attempts."""
+    """A run in this process, through all of its attempts, with everything that it writes and shows.
+    Makes the row of each step, and hands it to everything that shows or keeps rows."""
 
     job: Job
     plan: Plan
@@ -99,40 +115,90 @@ class Run:
     """End of the first update in this process, in `time.monotonic` seconds."""
     step_error: BaseException | None = None
     """What `on_step` raised: it is not called again, and the run ends."""
-
-    def __post_init__(self) -> None:
-        self.start = self.folder.step
-        """Step that its first attempt starts from."""
-
-
-@dataclass
-class Reporter:
-    """Makes the row of each step, and hands it to everything that shows or keeps rows."""
-
-    run: Run
-    worker_group: WorkerGroup
-    metrics: MetricsWriter
-    samples: JsonLines
-    trackers: Trackers | None
-    timeline: Timeline
-    checkpoints: CheckpointWriter
-    profile: Profile
-    scorers: Mapping[str, ScorerMetrics]
-    """Roles that score with a model on devices of the run."""
     wait: Wait = lambda future: future.result()
     """Raises Stopped for a call that the run, asked to end, does not need."""
+    worker_group: WorkerGroup = field(init=False)
+    """Of the present attempt, as are those below."""
+    metrics: MetricsWriter = field(init=False)
+    samples: JsonLines = field(init=False)
+    trackers: Trackers | None = field(init=False)
+    timeline: Timeline = field(init=False)
+    checkpoints: CheckpointWriter = field(init=False)
+    profile: Profile = field(init=False)
+    scorers: Mapping[str, ScorerMetrics] = field(init=False)
+    """Roles that score with a model on devices of the run."""
     _compiled: Compilations = field(default_factory=Compilations)
     """What was compiled until the previous row was written."""
     _last: float | None = None
     """End of the latest update, in `time.monotonic` seconds."""
 
     def __post_init__(self) -> None:
-        self.job, self._notify = self.run.job, self.run.notify
-        self._planned = self.run.plan.peaks
+        self.start = self.folder.step
+        """Step that its first attempt starts from."""
+
+    @contextmanager
+    def attempt(self, worker_group: WorkerGroup) -> Iterator[None]:
+        """Opens all that an attempt with these workers writes: description, log, metrics, samples,
+        timeline, trackers, profile and checkpoints."""
+        job, folder, notify, config = self.job, self.folder, self.notify, self.job.config
+        path, after = folder.path, None if folder.checkpoint is None else folder.step
+        description = {
+            CONFIG_FILE: config.dump(),
+            PLAN_FILE: self.plan.text(),
+            PLAN_DATA_FILE: plan_json(self.plan),
+            SESSIONS_FILE: folder.sessions_with(config.mesh),
+        }
+        for note in folder.set_aside():
+            notify(note)
+        for name, text in description.items():
+            folder.write(name, text)
+        folder.clear_final(notify)
+        self.console.attach(worker_group.states)
+        self.worker_group, self.scorers = worker_group, scorer_metrics(job, self.plan)
+        self._compiled, self._last = Compilations(), None
+        with ExitStack() as stack:
+            log = stack.enter_context(notify.into(RunLog(path / LOG_FILE)))
+            self.metrics = MetricsWriter(path / METRICS_FILE, after, notify)
+            stack.callback(self.metrics.close)
+            self.samples = JsonLines(path / SAMPLES_FILE, after, notify)
+            stack.callback(self.samples.close)
+            timeline = path / TIMELINE_FILE if config.logging.timeline else None
+            self.timeline = Timeline(timeline, after is not None, notify)
+            stack.callback(self.timeline.close)
+            self.timeline.watch_states(worker_group.states)
+            steps, profiles = steps_to_profile(config, folder.step, notify), path / PROFILE_DIR
+            self.profile = Profile(job.train, self.plan, worker_group, profiles, steps, notify)
+            facts = RunFacts(config.name, path, config.model_dump(mode="json"), after, notify)
+            self.trackers = open_trackers(config.logging, facts)
+            if self.trackers is not None:
+                close = self.trackers.close
+                stack.push(lambda failed, *_: close(HURRY_S if failed else CLOSE_S))
+            growing = [file.restore for file in (self.metrics, self.samples, self.timeline, log)]
+            lost = lambda: self.checkpoints.forget_removed()  # noqa: E731
+            self.check_folder = folder_check(folder, description, growing, notify, lost)
+            self.checkpoints = CheckpointWriter(
+                path,
+                config,
+                job.train.fingerprint,
+                job.describe_policy,
+                notify,
+                folder.depends,
+                self.check_folder,
+            )
+            self.checkpoints.newest = folder.step or None
+            stack.callback(self.checkpoints.abandon)
+            yield
+
+    def close(self) -> None:
+        """Waits for what the attempt still writes, once its last batch is trained."""
+        self.profile.close()
+        self.checkpoints.close(self.job.config.deadlines.checkpoint)
+        self.checkpoint()
+        self.check_folder()
 
     def asked_to_stop(self) -> bool:
         """Returns whether the run has to save and end."""
-        asked = self.run.interrupt.asked or self.run.step_error is not None
+        asked = self.interrupt.asked or self.step_error is not None
         return asked or self.worker_group.ending is not None
 
     def row(self, step: int, futures: Futures) -> None:
@@ -148,7 +214,7 @@ class Reporter:
         for key, future in futures.items():
             if future.times.made_s is not None:
                 role = _scored_by(key) or key.rpartition(".")[2]
-                self._notify(f"{role}: made on its first use, in {future.times.made_s:.1f} s")
+                self.notify(f"{role}: made on its first use, in {future.times.made_s:.1f} s")
         if moves := [move for future in futures.values() for move in future.times.moves]:
             row["offload/to_host_bytes"] = float(sum(m.nbytes for m in moves if m.to == "host"))
             row["offload/to_device_bytes"] = float(sum(m.nbytes for m in moves if m.to == "device"))
@@ -156,19 +222,19 @@ class Reporter:
         if step == 0:
             self._written(self.metrics.write(0, row))
             return
-        peaks, planned = self.worker_group.peaks(), self._planned
+        peaks, planned = self.worker_group.peaks(), self.plan.peaks
         for role, size in planned.items():  # as planned where nothing is measured
             row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, size))
             row[f"memory/{role}/planned"] = float(role not in peaks)
-        if self.run.first_step_at is None and peaks:
+        if self.first_step_at is None and peaks:
             sizes = []
-            for pool in self.run.plan.pools:
+            for pool in self.plan.pools:
                 if found := max((peaks.get(role, 0) for role in pool.pool.roles), default=0):
                     held = f"{pool.pool.name} {found / MB:,.1f} MB"
                     sizes.append(f"{held}, planned {pool.bytes / MB:,.1f}")
-            on_cpu = self.run.plan.inputs.on_cpu
+            on_cpu = self.plan.inputs.on_cpu
             source = "arrays and compiled programs" if on_cpu else "as the device reports it"
-            self._notify(f"peak memory of the first step ({source}): {'; '.join(sizes)}")
+            self.notify(f"peak memory of the first step ({source}): {'; '.join(sizes)}")
         before, self._compiled = self._compiled, self.worker_group.compiled()
         new = self._compiled.since(before)
         row |= {"compile/programs": float(new.programs), "time/compile_s": new.seconds}
@@ -181,7 +247,7 @@ class Reporter:
             begin = futures["rollout"].times.started
         assert begin is not None and end is not None, "both calls have ended"
         row["time/step_s"], self._last = end - begin, end
-        self.run.first_step_at = self.run.first_step_at or end
+        self.first_step_at = self.first_step_at or end
         row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
         self._written(self.metrics.write(step, row))
 
@@ -212,7 +278,7 @@ class Reporter:
             write_samples(self.samples, samples)
             if self.trackers is not None:
                 self.trackers.samples(samples)
-            self.run.console.samples(samples)
+            self.console.samples(samples)
 
     def amend(self, step: int, futures: Futures) -> None:
         """Adds to the last row, written before an interruption, the metrics of these futures."""
@@ -226,17 +292,17 @@ class Reporter:
         self.checkpoints.row(row)
         if self.trackers is not None:
             self.trackers.write(row["step"], row)
-        self.run.console.step(row)
+        self.console.step(row)
         self.timeline.flush()
         if row["step"] in self.profile.steps:
             self.profile.row(row)
-        if self.run.on_step is not None and self.run.step_error is None:
+        if self.on_step is not None and self.step_error is None:
             try:
-                self.run.on_step(dict(row))
+                self.on_step(dict(row))
             except Interrupted:  # a signal, and no deed of the function's
                 raise
             except BaseException as error:  # such as SystemExit: raised again once the run is saved
-                self.run.step_error = error
+                self.step_error = error
 
     def _batch(self, rollout: Rollout, sampled: bool, futures: Futures) -> dict[str, float]:
         """Computes the metrics of sampling, also of what is not in the batch, and of scoring, with
@@ -258,7 +324,7 @@ class Reporter:
         if self.job.config.rollout.cache_tokens is not None and sampled:
             row["rollout/sent_back"] = float(rollout.sent_back)
         for note in rollout.notes:
-            self._notify(note)
+            self.notify(note)
         if self.job.config.environment.name is not None and sampled:
             row |= {
                 "environment/turns_mean": counts.turns / n,
@@ -268,7 +334,7 @@ class Reporter:
                 "time/environment_s": rollout.waited_s,
             }
             if counts.failure is not None:
-                self._notify(
+                self.notify(
                     f"environment: {counts.failures + counts.timeouts} of {n} episodes failed and"
                     f" have no reward; the first, {counts.failure}"
                 )
@@ -285,7 +351,7 @@ class Reporter:
                 continue
             report = futures[key].result()
             for note in report.notes:
-                self._notify(note)
+                self.notify(note)
             row |= getattr(report, "metrics", {})
         return row
 
@@ -327,7 +393,7 @@ class Reporter:
                     datetime.fromtimestamp(zero + at).strftime("%H:%M:%S.%f")[:-3]
                     for at in (sent.started, loaded.finished)
                 )
-                self._notify.to_log(
+                self.notify.to_log(
                     f"weight sync {version}: {start} to {end}, {seconds:.3f} s,"
                     f" {size / 1e6:.1f} MB, {speed:.2f} GB/s"
                 )
@@ -345,6 +411,24 @@ class Reporter:
             span = (f"write {written.step}", written.started, written.finished)
             self.timeline.span("checkpoints", *span, bytes=written.nbytes)
         return row
+
+
+def scorer_metrics(job: Job, plan: Plan) -> dict[str, ScorerMetrics]:
+    """Maps roles that score with a model on devices of the run to their metrics of a batch."""
+    multiple = plan.inputs.target.width_multiple
+    devices = {
+        role: RowDevices(sizes.rows, math.lcm(multiple, sizes.context))
+        for role, sizes in plan.axes.items()
+    }
+    metrics: dict[str, ScorerMetrics] = {}
+    if "teacher" in devices:
+        given = job.config, devices["teacher"], job.tokenizer, job.teacher.open_aligner()
+        metrics["teacher"] = partial(teacher_metrics, *given)
+    if "reference" in devices:
+        metrics["reference"] = lambda rollout, parts, _: {
+            "reference/padding": scored_padding(rollout, parts, devices["reference"])
+        }
+    return metrics
 
 
 def _scored_by(key: str) -> str | None:

@@ -17,7 +17,7 @@ from jaxrl import Config
 from jaxrl.algorithms.protocols import Sources
 from jaxrl.process.compilations import Compilations
 from jaxrl.run.loop import Calls, Loop
-from jaxrl.run.reporting import Reporter
+from jaxrl.run.reporting import Run
 from jaxrl.runtime.worker import LocalWorker
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import JsonLines, MetricsWriter, read_metrics
@@ -131,30 +131,17 @@ def pretended_loop(folder, on_row):
         train=SimpleNamespace(epoch_prompts=40),
     )
     plan = SimpleNamespace(peaks={"actor": 20}, pools=(), inputs=SimpleNamespace(on_cpu=True))
-    group = SimpleNamespace(peaks=lambda: {"actor": 10}, compiled=Compilations)
-    reporter = Reporter(
-        SimpleNamespace(
-            job=job,
-            plan=plan,
-            console=console,
-            notify=Silent(),
-            on_step=on_row,
-            first_step_at=None,
-            step_error=None,
-        ),
-        group,
-        metrics,
-        samples,
-        None,
-        timeline,
-        saves,
-        profile=SimpleNamespace(steps=()),
-        scorers={},
+    folder = SimpleNamespace(step=0)
+    run = Run(job, plan, folder, console, Silent(), SimpleNamespace(asked=False), on_row, 0.0)
+    run.worker_group = SimpleNamespace(
+        peaks=lambda: {"actor": 10}, compiled=Compilations, ending=None
     )
+    run.metrics, run.samples, run.timeline, run.trackers = metrics, samples, timeline, None
+    run.checkpoints, run.profile, run.scorers = saves, SimpleNamespace(steps=()), {}
     handles = {each.name: each.handle(each.name) for each in workers}
     calls = Calls(config, handles, recorders=(timeline.record,))
     sources = Sources(config, lambda index: PROMPTS, {}, calls.call, calls.wait)
-    loop = Loop(sources, calls, reporter, saves)
+    loop = Loop(sources, calls, run, saves)
 
     def close():
         for file in files:

@@ -505,11 +505,11 @@ def test_the_best_checkpoint_follows_the_evaluation(models, tmp_path, monkeypatc
 def test_trackers_get_less_time_after_a_failure(models, tmp_path, monkeypatch):
     """So that the end of a run that was interrupted, or failed, is not the tracker's to decide."""
     from jaxrl.roles.actor import Actor
-    from jaxrl.run.attempt import CLOSE_S, HURRY_S
+    from jaxrl.run.reporting import CLOSE_S, HURRY_S
 
     closed = []
     still = SimpleNamespace(write=lambda *_: None, samples=lambda _: None, close=closed.append)
-    monkeypatch.setattr("jaxrl.run.attempt.open_trackers", lambda *_: still)
+    monkeypatch.setattr("jaxrl.run.reporting.open_trackers", lambda *_: still)
     run(models, tmp_path / "run", *FOUR)
 
     def broken(*given: object, **named: object) -> None:

@@ -16,7 +16,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.run.attempt import _summary
 from jaxrl.run.loop import Calls, Loop
-from jaxrl.run.reporting import Reporter, Run
+from jaxrl.run.reporting import Run
 from jaxrl.run.run_dir import RunDir
 from jaxrl.runtime.worker import LocalWorker, Stopped, done_future
 from jaxrl.types import Completion, Prompt
@@ -341,8 +341,8 @@ def test_the_last_lines_count_from_the_start_of_the_process(tmp_path, start, exp
     run = Run(None, None, at(start), None, print, None, None, time.monotonic() - 60)
     run.first_step_at = run.started + 5
     run.folder = at(6)
-    metrics = SimpleNamespace(first={"step": 0}, last={"step": 8})
-    line = _summary(run, SimpleNamespace(metrics=metrics))[0]
+    run.metrics = SimpleNamespace(first={"step": 0}, last={"step": 8})
+    line = _summary(run)[0]
     rest = "; 8 steps in all" if start else ""
     assert line == f"{expected} in 60 s, the first after 5 s{rest}"
 
@@ -354,7 +354,7 @@ def test_notes_on_a_batch_are_told_also_without_an_environment():
     rollout = make_rollout([Prompt(0, (1,), "")], [[sample]], policy_version=-1, **widths)
     timed = SimpleNamespace(times=SimpleNamespace(seconds=1.0))
     job = SimpleNamespace(config=Config.load("builtin:quickstart"))
-    reporter = SimpleNamespace(job=job, scorers={}, _notify=told.append)
+    reporter = SimpleNamespace(job=job, scorers={}, notify=told.append)
     futures = {"rollout": timed, "update": timed}
-    Reporter._batch(reporter, replace(rollout, notes=("a note",)), False, futures)
+    Run._batch(reporter, replace(rollout, notes=("a note",)), False, futures)
     assert told == ["a note"]

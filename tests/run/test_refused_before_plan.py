@@ -104,7 +104,7 @@ def test_a_cheap_mistake_is_told_alone_and_before_the_plan(
 
     for options in (["--dry-run"], []):
         if not options:  # a dry run looks for further mistakes
-            for room in ("data.tokenizer", "checkpoint.model_source", "roles.grouper"):
+            for room in ("data.tokenizer", "roles.grouper"):
                 monkeypatch.setattr(f"jaxrl.{room}.load_tokenizer", too_early)
         assert cli.run(main, [*QUICK, *options, override]) == cli.EXIT_BAD_INPUT
         out, err = capsys.readouterr()
