@@ -163,6 +163,7 @@ def main(argv: Sequence[str]) -> int | None:
             if any(program.error for program in report.programs):
                 raise UserError("\n".join(report.failures))
             return _leave(report.failures)
+        from jaxrl.plan.declarations import largest_arrays
         from jaxrl.plan.table import plan_json
         from jaxrl.run.attempt import checks, plan_run, run_config
         from jaxrl.run.python_objects import NOTHING
@@ -176,7 +177,8 @@ def main(argv: Sequence[str]) -> int | None:
         if refusals:
             raise UserError("\n".join(refusals))
         plan = plan_run(config, target)
-        plan = replace(plan, notes=(arguments.base.note, *plan.notes, *notes))
+        largest = largest_arrays(plan.setting, plan.accounts)
+        plan = replace(plan, notes=(arguments.base.note, *plan.notes, *notes, *largest))
         if arguments.json:
             answer = {"target": asked, "fits": not plan.misfit}
             print(json.dumps(answer | json.loads(plan_json(plan)), indent=1), flush=True)

@@ -29,11 +29,11 @@ from jaxrl.config.section import shown
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
 from jaxrl.plan import target_plan
-from jaxrl.plan.declarations import RunPrograms
+from jaxrl.plan.declarations import LARGEST, RunPrograms, largest_line, size_text
 from jaxrl.plan.live_arrays import Array, live_arrays
-from jaxrl.plan.plan_inputs import GB
+from jaxrl.plan.plan_inputs import GB, MB
 from jaxrl.plan.search import Candidate, Change
-from jaxrl.plan.table import MB, Plan
+from jaxrl.plan.table import Plan
 from jaxrl.process.streams import silenced, table_lines
 from jaxrl.roles.declared import Program
 from jaxrl.run.names import with_commits
@@ -46,8 +46,6 @@ LONGEST = ("update", "decode")
 """Programs that take as long to compile as all others: they have a process of their own."""
 THUNKS = "*thunk_sequence_after_thunk_passes*"
 """Files in XLA's dump that list the kernels and CUDA graphs which a GPU program launches."""
-LARGEST = 3
-"""Arrays at a program's peak that are named."""
 MEMORY = "*memory-usage-report.txt"
 """The file in XLA's dump that has the memory of a TPU program."""
 NO_TILES = "Couldn't find output tile sizes"
@@ -162,7 +160,7 @@ class Report:
             for kind, each in one.collectives.items():
                 if each.bytes >= MB / 10:
                     share = f" ({each.overlapped / each.bytes:.0%})" if each.overlapped else ""
-                    parts.append(f"{kind} {_size(each.bytes)}{share}")
+                    parts.append(f"{kind} {size_text(each.bytes)}{share}")
             if parts:
                 sent.append(f"  {one.role} {one.name}: {', '.join(parts)}")
             if one.graphs is not None:
@@ -179,8 +177,8 @@ class Report:
             lines += [f"collectives of a call, each device ({beside}):", *sent]
         lines += graphs
         lines += [
-            f"{name}: {_size(size)} at its peak by the compiled programs, of"
-            f" {_size(target.usable)} that a run may use"
+            f"{name}: {size_text(size)} at its peak by the compiled programs, of"
+            f" {size_text(target.usable)} that a run may use"
             for name, size in self.peaks.items()
         ]
         lines += self._largest_lines()
@@ -206,12 +204,8 @@ class Report:
         fullest: dict[str, Checked] = {}
         for one in sorted(self.programs, key=lambda one: one.compiled_bytes or one.planned_bytes):
             fullest[one.role] = one
-        lines = []
-        for one in fullest.values():
-            arrays = (f"{_size(x.bytes)} {x.form} ({x.line or 'jax'})" for x in one.largest)
-            if parts := ", ".join(arrays):
-                lines.append(f"{one.role} {one.name}: its largest arrays are {parts}")
-        return lines
+        lines = (largest_line(one.role, one.name, one.largest) for one in fullest.values())
+        return list(chain(*lines))
 
     def json(self) -> str:
         """Returns one JSON object (docs/accelerators.md lists its keys); sizes are bytes on one
@@ -362,14 +356,9 @@ def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iter
         mine = (program for program in programs if (program.name not in LONGEST) == turn)
         for program in islice(mine, done, None):
             role, devices = program.role, where[program.role].devices
-            moment = f"{role}: {(*(program.stages or ()), program.name)[0]}"
-            others = sum(
-                entry.bytes
-                for other, account in plan.accounts.items()
-                if other != role and not set(where[other].devices).isdisjoint(devices)
-                for entry in account.entries
-                if entry.phase is None and entry.there(moment)
-            )
+            beside = [r for r in plan.accounts if r != role]
+            beside = [r for r in beside if not {*where[r].devices}.isdisjoint(devices)]
+            others = programs.held_by(beside, program.stage)
             planned, live = plan.accounts[role].planned(program), live_arrays(program)
             row = Checked(role, program.name, len(devices), planned, program.calls)
             largest = live.arrays[:LARGEST]
@@ -412,7 +401,3 @@ def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | Non
         totals = [read_total(path.read_text()) for path in Path(folder).glob(MEMORY)]
     held = program.held(compiled, max(totals, default=None))
     return compiled, read_thunks(thunks[0]) if thunks else None, held
-
-
-def _size(n: int) -> str:
-    return f"{n / GB:,.1f} GB" if n >= GB else f"{n / MB:.1f} MB"

@@ -56,6 +56,9 @@ from jaxrl.teacher.kinds import kind_of
 
 GPU_SIZES = (8, 12, 16, 24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""
+CLOSE = 1.1
+"""Times a device's limit, up to which the compiler may say that a run fits which the plan says does
+not."""
 PROCESS_BYTES = 600_000_000
 """What a process grows by from its plan to the end of a run, arrays aside: the tokenizers' library,
 compiled programs, buffers of the allocator. Measured on the quickstart."""
@@ -471,7 +474,11 @@ def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str
     over = [pool.excess for pool in pools if not pool.fits]
     if hosts:
         over = [text for host in hosts if (text := host.excess(pools))]
-    return f"verdict: does not fit: {'; '.join(over)}" if over else "verdict: fits"
+    if not over:
+        return "verdict: fits"
+    close = not hosts and all(p.limit is None or p.bytes <= CLOSE * p.limit for p in pools)
+    measure = "; by so little that --dry-run --compile should decide" if close else ""
+    return f"verdict: does not fit: {'; '.join(over)}{measure}"
 
 
 def _elsewhere(

@@ -158,14 +158,10 @@ def rollout(m: Setting) -> Iterable[Entry]:
     """Yields what sampling keeps and needs: the policy in its compute dtype, the next version while
     it arrives, and the cache."""
     c, axes = m.config, m.axes["rollout"]
-    dtype = c.rollout.compute_dtype
-    whole, merging = trained_bytes(m.student, axes, dtype), 0
+    merging = 0
     if c.rollout.merge:  # adapters are added to one kernel of all layers after the other
-        whole = weight_bytes(m.student.plain, axes, dtype)
         kernels = (s.size for s in shards(m.student.plain, axes) if s.path.endswith("kernel"))
         merging = F32 * max(kernels)
-    arrives = 0 if m.inputs.together("actor", "rollout") else whole
-    yield Entry("activations", "next version", arrives, "weight sync")
     yield Entry("activations", "kernels in float32", merging, "weight sync")
     if asked(c, "rollout"):
         yield from sampling(m, "rollout")
@@ -251,7 +247,7 @@ def teacher(m: Setting) -> Iterable[Entry]:
     teacher."""
     c, model, axes = m.config, m.teacher, m.axes["teacher"]
     assert model is not None
-    parts, together = c.teacher.num_microbatches, m.inputs.together("actor", "teacher")
+    parts = c.teacher.num_microbatches
     run = m.scored("teacher", model, parts)
     signal = m.rows("teacher", m.sequences) * m.new_tokens * m.signal_bytes
     # Of a mixture of other signals than hidden states, these are sent, and combined.
@@ -262,10 +258,6 @@ def teacher(m: Setting) -> Iterable[Entry]:
         sorts = m.inputs.target.platform in GPU and c.distill.signal == "topk"  # a copy
         arrays += sorts + gathers
     work = _scoring(m, "teacher", run, run.rows, 0 if combines else arrays)
-    each = [weight_bytes(one, axes, c.teacher.compute_dtype) for one in m.inputs.teachers]
-    weights = max(each) if c.offload.frozen and not combines else sum(each)
-    arrives = weights if c.teacher_follows and not together else 0
-    yield Entry("activations", "next version", arrives, "weight sync")
     yield Entry("activations", "signals in flight", m.in_flight)
     if m.aligned:
         work += 2 * run.rows * m.completions("teacher") * m.signal_bytes
@@ -349,6 +341,7 @@ def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
     programs need besides; each entry says when it is offloaded or freed (`away`)."""
     setting, accounts = Setting(config, inputs), {}
     kept = list(kept_arrays(setting))
+    arrive = {x.resident.role: x.resident.stages[0] for x in kept if x.resident.passing and x.bytes}
     for pool in inputs.placement.pools:
         roles = [r for r in pool.roles if r in inputs.roles and r in ACCOUNTS]
         phases = {role: list(_phase_entries(setting, role)) for role in roles}
@@ -359,8 +352,12 @@ def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
             for entry in entries
             if entry.phase is not None
         }
+        stages |= {f"{r}: weight sync": arrive[r] for r in roles if r in arrive}
         for role, entries in phases.items():
             for x in (x for x in kept if x.resident.role == role and x.bytes):
+                if x.resident.passing:
+                    entries.append(Entry(x.resident.column, x.title, x.bytes, "weight sync"))
+                    continue
                 away = frozenset(moment for moment, stage in stages.items() if x.away(stage))
                 column = x.resident.column
                 entries.insert(0, Entry(column, x.title, x.bytes, away=away))

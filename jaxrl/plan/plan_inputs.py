@@ -21,7 +21,7 @@ from jaxrl.roles.run_shapes import RunInputs, RunShapes
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.placement import Pool
 
-GB = 1e9
+GB, MB = 1e9, 1e6
 STORE = 1.1e9
 """Bytes per second from a process to another through Ray's object store, packed and loaded: the
 least of docs/cluster.md's best rounds, of hosts without GPUs."""
@@ -92,11 +92,10 @@ class Account:
     def planned(self, program: Program) -> int:
         """Returns the bytes of the role on one device while a program of it runs: those of a phase,
         or, of a program that is none, by a walk over its equations."""
-        stages = (program.name,) if program.stages is None else program.stages
         sizes = [
             size + sum(e.bytes for e in self.kept if e.there(f"{self.role}: {phase}"))
             for phase, size in self.phases().items()
-            if phase in stages
+            if phase in program.covered
         ]
         if sizes:
             return max(sizes)

@@ -14,7 +14,17 @@ from pydantic import BaseModel, Field
 from jaxrl.config.schema import Config
 from jaxrl.errors import counted
 from jaxrl.plan.advice import relief
-from jaxrl.plan.plan_inputs import GB, Account, Column, Entry, PlanInputs, PoolPeak, Setting, Size
+from jaxrl.plan.plan_inputs import (
+    GB,
+    MB,
+    Account,
+    Column,
+    Entry,
+    PlanInputs,
+    PoolPeak,
+    Setting,
+    Size,
+)
 from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.process.streams import WIDTH, table_lines
 from jaxrl.runtime.cluster import ClusterDevice
@@ -24,7 +34,6 @@ from jaxrl.sharding.placement import Placement, device_list
 
 PLAN_FILE = "plan.txt"
 PLAN_DATA_FILE = "plan.json"
-MB = 1e6
 LINE = 18
 """Most characters of a worker's name on one line: a long one takes no room from the figures."""
 TABLE_WIDTH = 90

@@ -88,7 +88,7 @@ SENT_TO_TEACHER = "weights on their way to the teacher"
 PUBLISHED = ("actor.publish", "actor.publish_to_teacher")
 """Stages in which the actor makes the weights of other roles."""
 UPDATE, STEP, TO_TEACHER = "update", "optimizer step", "publish to the teacher"
-"""Stages of the plan."""
+"""Phases of the plan."""
 
 
 @dataclass(frozen=True)
@@ -585,11 +585,14 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
         frozen[BASE] = base
     own = local_bytes((state, frozen))
 
-    def one(name: str, jitted: Any, *given: Any, **more: Any) -> Program:
-        return Program(role, name, jitted, given, beside=own - local_bytes(given), **more)
+    def one(
+        name: str, jitted: Any, *given: Any, stage: str = "actor.update", **more: Any
+    ) -> Program:
+        return Program(role, name, jitted, given, stage, beside=own - local_bytes(given), **more)
 
     def at_start(name: str, jitted: Any, argument: Any) -> Program:
-        return Program(role, name, jitted, (argument,), calls=0, otherwise="start")
+        given = (argument,)
+        return Program(role, name, jitted, given, "actor.update", calls=0, otherwise="start")
 
     yield at_start("optimizer state", programs.start, state.params)
     if state.ema is not None:
@@ -613,7 +616,8 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
             sent.append(Rows(tuple(pieces)) if len(pieces) > 1 else pieces[0])
         held = sum(run.teacher_bytes.values()), own
         rows = [number.sharding] * len(sent)
-        yield from _moves(run, "signal", ("teacher", role), sent, rows, held)
+        stages = ("teacher.score", "actor.update")
+        yield from _moves(run, "signal", ("teacher", role), stages, sent, rows, held)
     if isinstance(signal, AlignedSignal):
         sampled, mask = (
             run.array(role, dtype, *signal.kinds.shape) for dtype in (jnp.float32, bool)
@@ -622,28 +626,35 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
     planned = run.array(role, jnp.int32, whole=True)
     given: Any = state, frozen | {PLANNED: planned}, batch, place, group
     calls = c.actor.epochs_per_batch * c.minibatches
-    yield Program(role, "update", programs.update, given, (UPDATE, STEP), calls=calls)
+    yield Program(
+        role, "update", programs.update, given, "actor.update", (UPDATE, STEP), calls=calls
+    )
     if batch.old_logprobs is not None:
         given = join(base, state.params), TrainBatch(sequences), place, group
         beside = local_bytes((state.opt_state, state.ema, frozen, batch))
         beside -= local_bytes((sequences, base))
-        yield Program(role, "log-probs before", programs.old, given, beside=beside)
+        yield Program(
+            *(role, "log-probs before", programs.old, given, "actor.update"), beside=beside
+        )
 
     # The weights for other roles: conversion and transfer.
-    receivers = [("rollout", "publish", "convert", state.params)]
+    receivers = [("rollout", "publish", PUBLISHED[0], "convert", state.params)]
     if c.teacher_follows:
-        average = state.ema or state.params
-        receivers.append(("teacher", TO_TEACHER, "convert for the teacher", average))
-    for receiver, stage, name, params in receivers:
+        average, name = state.ema or state.params, "convert for the teacher"
+        receivers.append(("teacher", TO_TEACHER, PUBLISHED[1], name, average))
+    for receiver, phase_name, stage, name, params in receivers:
         to, layout = jnp.dtype(c.roles[receiver].compute_dtype), m.layout(receiver)
         if differs := programs.differing(params, to, layout):
-            yield one(name, programs.convert, differs, to, layout, stages=(stage,))
+            yield one(
+                name, programs.convert, differs, to, layout, stage=stage, phases=(phase_name,)
+            )
         here, there = (
             jax.tree.leaves(frozen_and_trained(run.params(at, run.student, to, layout))[1])
             for at in (role, receiver)
         )
         shardings = [leaf.sharding for leaf in there]
-        yield from _moves(run, "weights", (role, receiver), here, shardings, (own, 0))
+        stages = (stage, f"{receiver}.load")
+        yield from _moves(run, "weights", (role, receiver), stages, here, shardings, (own, 0))
 
 
 def _head(rows: int, width: int, dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -655,6 +666,7 @@ def _moves(
     run: RunArrays,
     name: str,
     roles: tuple[str, str],
+    stages: tuple[str, str],
     xs: Sequence[Any],
     targets: Sequence[NamedSharding],
     held: tuple[int, int],
@@ -670,12 +682,13 @@ def _moves(
         if run.config.launcher == "ray" or len({d.process_index for d in devices}) > 1:
             return  # what one sends goes through the host
     calls = piece_programs(xs, targets)
-    for verb, role, beside in zip(("cut", "join"), roles, held, strict=True):
+    for verb, role, stage, beside in zip(("cut", "join"), roles, stages, held, strict=True):
         mine = [call for call in calls if call[0].__name__ == verb]
         if mine:
             jitted, pieces = max(mine, key=lambda call: local_bytes(call[1]))
-            given, calls_a_step = (pieces,), len(mine)
-            yield Program(role, f"{name}: {verb}", jitted, given, beside=beside, calls=calls_a_step)
+            yield Program(
+                *(role, f"{name}: {verb}", jitted, (pieces,), stage), beside=beside, calls=len(mine)
+            )
 
 
 SMALL_CHUNK = 128

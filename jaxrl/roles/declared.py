@@ -26,8 +26,10 @@ class Program:
     name: str
     jitted: Any
     args: tuple[Any, ...]
-    stages: tuple[str, ...] | None = None
-    """Stages of the role in the plan (`plan_inputs.Account`) that this program covers. None: the
+    stage: str
+    """Of the ledger, that it runs in (`actor.update`)."""
+    phases: tuple[str, ...] | None = None
+    """Phases of the role in the plan (`plan_inputs.Account`) that this program covers. None: the
     one of its name, if there is one. (): the plan has no figure of its own for it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     beside: int = 0
@@ -38,6 +40,11 @@ class Program:
     otherwise: str = "eval"
     """What calls it where no step does: `eval`, evaluations; `start`, the start of a run; `waits`,
     a sample that waits for pages of the cache."""
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """Returns the phases of the plan that it covers."""
+        return (self.name,) if self.phases is None else self.phases
 
     def lower(self) -> Any:
         """Traces it; returns a `jax.stages.Lowered`."""
@@ -77,13 +84,16 @@ class Resident:
     """Those that need them on the devices (`actor.update`)."""
     attribute: str = ""
     """Of the role's object, by whose name they are found; as in `state.params`."""
-    column: Literal["weights", "optimizer"] = "weights"
+    column: Literal["weights", "optimizer", "activations"] = "weights"
     offload: bool = False
     """They are on the host at all other stages."""
     stale_at: tuple[str, ...] = ()
     """Stages at which they are freed, because they are overwritten before they are read again."""
     made_at: tuple[str, ...] = ()
     """Further stages at which the next ones are made, and so are on the devices."""
+    passing: bool = False
+    """They are on the devices at their stages alone, beside the arrays that they will replace; the
+    ledger does not keep them."""
     shares: str = ""
     """Name of the resident of another role, of which it holds the very arrays that are equal: of
     the same path, shape, dtype and sharding over the same devices."""
@@ -95,11 +105,13 @@ class Resident:
     def away(self, stage: str) -> bool:
         """Returns whether they are not on the devices at a stage of their pool."""
         there = (*self.stages, *self.made_at)
-        return stage not in there and (self.offload or stage in self.stale_at)
+        free = self.offload or self.passing or stage in self.stale_at
+        return stage not in there and free
 
     def keep(self, owner: object) -> None:
         """Registers the arrays of a role's object in the ledger."""
-        self.register(*attribute(owner, self.attribute))
+        if not self.passing:
+            self.register(*attribute(owner, self.attribute))
 
     def register(self, read: Callable[[], Tree], write: Callable[[Tree], None]) -> None:
         """Registers in the ledger what `read` returns; `write` sets it."""

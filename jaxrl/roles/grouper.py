@@ -174,4 +174,5 @@ def grouper_programs(run: RunArrays) -> Iterator[Program]:
     if model is not None:
         mesh, params = run.meshes[role], encoder_arrays(run)
         batch = run.text_batch(role, min(run.shapes.new_tokens, model.max_tokens), c.batch_tokens)
-        yield Program(role, "embed", encode_batch, (model, mesh, params, *batch))
+        given = (model, mesh, params, *batch)
+        yield Program(role, "embed", encode_batch, given, "grouper.score")

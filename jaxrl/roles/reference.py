@@ -97,4 +97,5 @@ def reference_programs(run: RunArrays) -> Iterator[Program]:
     jitted = reference_program(model, run.meshes[role], temperature, chunk)
     rows = run.scored(role, c.reference.num_microbatches)
     given = (run.params(role, model), run.sequences(role, *rows))
-    yield Program(role, "score", jitted, given, calls=c.reference.num_microbatches)
+    parts = c.reference.num_microbatches
+    yield Program(role, "score", jitted, given, "reference.score", calls=parts)

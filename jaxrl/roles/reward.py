@@ -365,4 +365,4 @@ def reward_programs(run: RunArrays) -> Iterator[Program]:
         weights = run.array(role, jnp.float32, model.d_model, whole=True)
         given = (model, run.meshes[role], run.params(role, model), weights)
         batch = run.text_batch(role, min(longest, model.max_positions), c.batch_tokens)
-        yield Program(role, "score", score_batch, (*given, *batch))
+        yield Program(role, "score", score_batch, (*given, *batch), "reward.score")

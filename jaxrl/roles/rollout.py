@@ -367,7 +367,17 @@ def rollout_residents(config: Config) -> tuple[Resident, ...]:
     def base(run: RunArrays) -> Params:
         return frozen_and_trained(run.params("rollout", run.student, layout=layout))[0]
 
+    def arriving(run: RunArrays) -> Params:
+        if run.shapes.inputs.together("actor", "rollout"):
+            return {}
+        return run.params("rollout", run.student.plain) if merges else weights(run)
+
     return (
+        Resident(
+            *("rollout.next", "next version", arriving, ("rollout.load",)),
+            column="activations",
+            passing=True,
+        ),
         Resident(
             "rollout.params",
             "parameters",
@@ -404,11 +414,11 @@ def rollout_programs(run: RunArrays) -> Iterator[Program]:
     if merges:
         _, adapters = frozen_and_trained(run.params(role, run.student))
         jitted = merge_adapters_program(run.student, run.meshes[role])
-        yield Program(role, "merge", jitted, (under, adapters), ("weight sync",))
+        yield Program(role, "merge", jitted, (under, adapters), "rollout.load", ("weight sync",))
     if c.distill.signal == "student_topk" and m.signal is not None:
         jitted = topk_program(Projection.of(c, run.meshes[role], m.vocab), model)
         given = run.params(role, model), run.sequences(role, m.padded_rows)
-        yield Program(role, "top-k of the policy", jitted, given, ("score",))
+        yield Program(role, "top-k of the policy", jitted, given, "rollout.generate", ("score",))
 
 
 def rollout_remedies(run: RunShapes) -> Iterator[Remedy]:

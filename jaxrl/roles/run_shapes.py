@@ -528,8 +528,10 @@ class RunArrays:
         """Returns the teacher's signal for so many rows, as abstract arrays on the mesh of a
         role."""
         c, m = self.config, self.shapes
-        if "teacher" not in self.meshes:  # the signal is read from disk
-            width = 0 if m.teacher is None else m.teacher.d_model
+        if not m.aligned:
+            # Of several teachers: the hidden states of the widest, or of all.
+            combine = max if c.mixture is None else sum
+            width = combine(m.teacher_widths) if m.teacher_widths else 0
             shapes = signal_tensors(c.distill, c.teacher.compute_dtype, width)
             return signal_of(
                 {
@@ -539,12 +541,8 @@ class RunArrays:
             )
         projection, args = self.score(rows, self.teachers[-1])
         out = jax.eval_shape(partial(score, projection, self.teachers[-1][1]), *args)
-        if m.aligned and role == "actor":
+        if role == "actor":
             out = replace(out, baseline=jax.ShapeDtypeStruct((rows, m.new_tokens), jnp.float32))
-        if m.signal == "hidden":  # of several teachers: those of the widest, or of all
-            width = max(m.teacher_widths) if c.mixture is None else sum(m.teacher_widths)
-            shape = (rows, m.new_tokens, width)
-            out = replace(out, hidden=jax.ShapeDtypeStruct(shape, out.hidden.dtype))
         signal: TeacherSignal = jax.tree.map(lambda x: self.array(role, x.dtype, *x.shape), out)
         return signal
 

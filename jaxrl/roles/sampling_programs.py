@@ -141,8 +141,9 @@ def engine_programs(
         name: str, jitted: Any, *arrays: Any, calls: int, beside: Any = (), **static: Any
     ) -> Program:
         otherwise = "waits" if name.endswith("again") else "eval"
-        given = (config, mesh, *arrays), (name,), static, local_bytes(beside), calls, otherwise
-        return Program(role, name, jitted, *given)
+        given, stage = (config, mesh, *arrays), f"{role}.generate"
+        how = (name,), static, local_bytes(beside), calls, otherwise
+        return Program(role, name, jitted, given, stage, *how)
 
     # The caches of prefilled prompts, of rows that slots share, and of slots or pages.
     paged, each = engine.pages is not None, engine.slots // shards

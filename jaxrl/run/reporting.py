@@ -21,7 +21,8 @@ import numpy as np
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config.schema import CONFIG_FILE
 from jaxrl.models.packing import RowDevices
-from jaxrl.plan.table import MB, PLAN_DATA_FILE, PLAN_FILE, Plan, plan_json
+from jaxrl.plan.plan_inputs import MB
+from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE, Plan, plan_json
 from jaxrl.process.compilations import Compilations
 from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.json_types import JsonObject

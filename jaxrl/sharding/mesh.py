@@ -175,9 +175,10 @@ def _count_asked_for() -> str | None:
     return f"XLA_FLAGS=--{match[0]}" if match else None
 
 
-def role_mesh(devices: Sequence[jax.Device], axes: Axes) -> Mesh:
-    """Makes a mesh (data, fsdp, tensor) over `devices` in order; neighbours share the last axis."""
-    if len(devices) > 1 and devices[0].platform == "cpu":
+def role_mesh(devices: Sequence[DeviceFacts], axes: Axes) -> Mesh:
+    """Makes a mesh (data, fsdp, tensor) over `devices` in order; neighbours share the last axis.
+    Over described devices (`targets.DescribedDevice`) programs can be traced, but not run."""
+    if len(devices) > 1 and isinstance(devices[0], jax.Device) and devices[0].platform == "cpu":
         compile_unordered_programs_again()
     grid = np.asarray(devices, dtype=object).reshape(axes)
     return Mesh(grid, AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
@@ -189,7 +190,7 @@ def abstract_mesh(axes: Axes) -> AbstractMesh:
 
 
 def role_meshes(
-    devices: Sequence[jax.Device], placement: Placement, axes: Mapping[str, Axes]
+    devices: Sequence[DeviceFacts], placement: Placement, axes: Mapping[str, Axes]
 ) -> dict[str, Mesh]:
     """Maps each role that `axes` names to its mesh."""
     return {

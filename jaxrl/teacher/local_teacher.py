@@ -366,6 +366,21 @@ def teacher_residents(config: Config) -> tuple[Resident, ...]:
     return tuple(found)
 
 
+def teacher_arrays(config: Config) -> tuple[Resident, ...]:
+    """Returns all arrays that the role keeps: the weights, and the next ones of a teacher that
+    follows the policy, while they arrive from another worker."""
+    residents = teacher_residents(config)
+    if not config.teacher_follows:
+        return residents
+
+    def arriving(run: RunArrays) -> Params:
+        together = run.shapes.inputs.together("actor", "teacher")
+        return {} if together else residents[0].arrays(run)
+
+    named = ("teacher.next", "next version", arriving, ("teacher.load",))
+    return (*residents, Resident(*named, column="activations", passing=True))
+
+
 @lru_cache(maxsize=8)  # one program for all scorers of one shape, and for the runs of a process
 def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
     """Returns the jitted (parameters, sequences, the student's top-k ids or None) -> the teacher's
@@ -460,6 +475,10 @@ def teacher_programs(run: RunArrays) -> Iterator[Program]:
     c, m, role = run.config, run.shapes, "teacher"
     parts = c.teacher.num_microbatches
     combines = bool(c.teachers) and c.mixture is not None and c.distill.signal != "hidden"
+
+    def stage(name: str, call: str = "score") -> str:
+        return ".".join(filter(None, (role, call, name)))
+
     weights, held = run.teacher_bytes, sum(run.teacher_bytes.values())
     rows, group = run.scored(role, parts)
     for name, model in run.teachers:
@@ -469,12 +488,15 @@ def teacher_programs(run: RunArrays) -> Iterator[Program]:
         beside += 0 if c.offload.frozen else held - weights[name]
         title = f"score by {name}" if name else "score"
         phases = ("score",) if weights[name] == max(weights.values()) else ()
-        yield Program(role, title, jitted, given, phases, beside=beside, calls=parts)
+        yield Program(
+            *(role, title, jitted, given, stage(name), phases), beside=beside, calls=parts
+        )
     projection = Projection.of(c, run.meshes[role], m.vocab)
     if c.teachers and c.mixture is None:  # a teacher's rows go among those of the ones before it
         jitted, signal = merge_program(projection, max(m.teacher_widths)), run.signal(role, rows)
         given, calls = (signal, signal, run.array(role, bool, rows)), parts * len(run.teachers)
-        yield Program(role, "merge", jitted, given, beside=held, calls=calls)
+        last = stage(run.teachers[-1][0])
+        yield Program(role, "merge", jitted, given, last, beside=held, calls=calls)
     elif c.teachers:  # one signal of the hidden states of all
         models, dtype = m.inputs.teachers, c.teacher.compute_dtype
         hidden = tuple(run.array(role, dtype, rows, m.new_tokens, one.d_model) for one in models)
@@ -486,9 +508,11 @@ def teacher_programs(run: RunArrays) -> Iterator[Program]:
         given = (hidden, heads, shares, run.sequences(role, rows), ids)
         jitted = mixture_program(projection, [model.final_softcap for model in models])
         beside = held - local_bytes(heads)
-        yield Program(role, "mixture", jitted, given, ("combine",), beside=beside, calls=parts)
+        how = stage(COMBINE), ("combine",)
+        yield Program(role, "mixture", jitted, given, *how, beside=beside, calls=parts)
     if generates(c, role):
         share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
         for name, model in run.teachers:
             for program in sampling_programs(run, role, model, share / len(run.teachers)):
-                yield replace(program, name=f"{program.name} by {name}" if name else program.name)
+                title = f"{program.name} by {name}" if name else program.name
+                yield replace(program, name=title, stage=stage(name, "generate"))

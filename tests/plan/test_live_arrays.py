@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kernels import CPU
+from jaxrl.models.kernels import CPU, Target
 from jaxrl.plan.accounts import role_accounts
-from jaxrl.plan.declarations import PROGRAMS, RunPrograms
+from jaxrl.plan.declarations import PROGRAMS, RunPrograms, largest_arrays
 from jaxrl.plan.live_arrays import Live, live_arrays
 from jaxrl.plan.plan_inputs import PlanInputs, Setting
 from jaxrl.roles.declared import Program, local_bytes
@@ -29,7 +30,7 @@ ROLES = ("actor", "rollout", "teacher")
 
 
 def walked(function: Any, *args: Any, **options: Any) -> Live:
-    return live_arrays(Program("actor", "made", jax.jit(function, **options), args))
+    return live_arrays(Program("actor", "made", jax.jit(function, **options), args, "actor.update"))
 
 
 def square(spec: PartitionSpec | None = None, data: int = 2) -> jax.ShapeDtypeStruct:
@@ -108,12 +109,30 @@ def test_each_program_of_a_run_has_a_figure_and_the_lines_that_make_its_arrays()
     made = setting()
     accounts = role_accounts(made.inputs, made.config)
     lines = set()
-    for program in RunPrograms(made, jax.devices()):
+    for program in RunPrograms(made):  # on described devices
         assert accounts[program.role].planned(program) >= local_bytes(program.args)
         live = live_arrays(program)
         lines |= {array.line.partition(":")[0] for array in live.arrays}
         assert sum(array.bytes for array in live.arrays) <= live.bytes
     assert {"models/layers.py", "roles/update.py", "sampling/decode.py"} <= lines
+
+
+def test_a_program_is_walked_alike_on_described_devices_and_on_those_that_are_here() -> None:
+    made = setting()
+    described, here = ({p.name: p for p in RunPrograms(made, on)} for on in (None, jax.devices()))
+    assert described.keys() == here.keys()
+    for name in ("insert", "score"):
+        assert live_arrays(described[name]) == live_arrays(here[name])
+        assert local_bytes(described[name].args) == local_bytes(here[name].args)
+
+
+def test_the_largest_arrays_of_a_gpu_that_is_not_here_have_a_line() -> None:
+    inputs = replace(setting().inputs, target=Target("gpu", (9, 0)))
+    made = Setting(setting().config, inputs)
+    rollout = role_accounts(inputs, made.config)["rollout"]
+    (line,) = largest_arrays(made, {"rollout": rollout})
+    assert re.match(r"rollout (prefill|decode): its largest arrays are \d.* MB float32\[", line)
+    assert re.search(r"\((models|sampling)/\w+\.py:\d+\)", line)
 
 
 def test_a_new_program_of_a_role_is_planned_without_a_formula(monkeypatch: Any) -> None:
@@ -122,7 +141,7 @@ def test_a_new_program_of_a_role_is_planned_without_a_formula(monkeypatch: Any) 
         yield from (*others, last)
         jitted = jax.jit(lambda x: (x @ x) @ x)
         whole = run.array("teacher", jnp.float32, N, N)
-        yield replace(last, name="new", jitted=jitted, args=(whole,), kwargs={}, stages=None)
+        yield replace(last, name="new", jitted=jitted, args=(whole,), kwargs={}, phases=None)
 
     PROGRAMS_OF_TEACHER = PROGRAMS["teacher"]
     monkeypatch.setitem(PROGRAMS, "teacher", more)

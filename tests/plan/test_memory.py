@@ -312,6 +312,9 @@ def test_what_does_not_fit_names_keys_that_help() -> None:
     assert not large.fits
     assert "does not fit: actor needs" in large.verdict[0]
     assert "of 18.0" in large.verdict[0]
+    needed = large.pools[0].bytes / 1e9
+    near, far = (plan(large.placement.spec, limit_gb=needed / by) for by in (1.05, 1.5))
+    assert "--compile" in near.verdict[0] and "--compile" not in far.verdict[0]
     assert "actor.micro_batch_tokens" in named(large)
     assert large.axes["teacher"] == Axes(2, 1, 2)  # the plan splits it by itself, where that fits
     assert "teacher.parallel.tensor" in named(plan("actor=2,rollout=2,teacher=4", limit_gb=6))
