@@ -151,8 +151,6 @@ class Pending:
     rollouts: Mapping[int, PendingResult[Rollout]]
     """Batches not yet trained on."""
     schedule: JsonObject
-    removed: int
-    """How often files of the run had been found removed when it began."""
 
 
 @dataclass(frozen=True)
@@ -188,13 +186,12 @@ class CheckpointWriter:
         describe: Callable[[Path], None],
         notify: Callable[[str], None],
         depends: Mapping[str, str] | None = None,
-        check: Callable[[], int] = lambda: 0,
+        check: Callable[[], None] = lambda: None,
     ):
         """
         Args:
             depends: what else the run depends on -> its digest.
-            check: makes sure that the folder is this run's, and returns how often files of it were
-                found removed; may raise.
+            check: makes sure that the folder is this run's; raises RunError where it is not.
             describe: writes the config and the tokenizer of the policy into a folder.
         """
         self.run_dir, self.config = run_dir, config
@@ -203,7 +200,6 @@ class CheckpointWriter:
         """Step of the newest checkpoint that this process finished, or resumed from."""
         self._fingerprint, self._describe, self._notify = fingerprint, describe, notify
         self._depends, self._check = dict(depends or {}), check
-        self._removed = 0
         self._pending: dict[int, Pending] = {}
         self._row: Row = {}
         """The latest row that was written."""
@@ -221,7 +217,7 @@ class CheckpointWriter:
 
     def folder(self, step: int) -> Path:
         """Returns where a new checkpoint goes."""
-        self._removed = self._check()
+        self._check()
         return self._folders / str(step)
 
     def begin(
@@ -232,7 +228,7 @@ class CheckpointWriter:
         schedule: JsonObject,
     ) -> None:
         """Notes that the actor has been asked to save what it is after `step` batches."""
-        pending = Pending(step, time.monotonic(), saved, rollouts, schedule, self._removed)
+        pending = Pending(step, time.monotonic(), saved, rollouts, schedule)
         if self._row.get("step") == step:  # a run that was asked to end: the row came first
             self._queue.put((pending, self._row))
         else:
@@ -251,12 +247,6 @@ class CheckpointWriter:
                 self._notify(
                     f"the accuracy of checkpoint {row['step']} could not be noted: {error}"
                 )
-
-    def forget_removed(self) -> None:
-        """Forgets the newest checkpoint if it was removed: there is none any more."""
-        with suppress(UserError):  # a disk that does not answer may answer later
-            if self._folders / str(self.newest) not in store.folders(self.run_dir):
-                self.newest = None
 
     def stop(self) -> None:
         """Takes no more checkpoints; those under way are finished."""
@@ -317,8 +307,7 @@ class CheckpointWriter:
                 save_rollout(folder / store.rollout_file(index), rollout)
             self._describe(folder / store.MODEL)
             (folder / store.CONFIG).write_text(self.config.dump(), encoding="utf-8")
-            if self._check() != pending.removed:
-                raise OSError("files of the run were removed while it was written")
+            self._check()
         next_batch = pending.schedule["generated"]
         manifest = store.Manifest(
             step=pending.step,

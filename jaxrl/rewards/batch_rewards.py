@@ -15,7 +15,7 @@ from jaxrl.config.roles import RewardConfig
 from jaxrl.config.settings import EnvironmentConfig
 from jaxrl.errors import UserError, near
 from jaxrl.process.waiting import waiting
-from jaxrl.rewards.functions import KEY, OF_COMPLETIONS, TEXTS, find_function
+from jaxrl.rewards.functions import KEY, OF_COMPLETIONS, TEXTS, find
 from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool, Scores
 from jaxrl.rewards.verifiers import why_unjudged
 from jaxrl.types import Completion, Prompt, Rollout
@@ -81,7 +81,7 @@ class RewardFunctions:
         """
         self.config, self.max_new_tokens = config, max_new_tokens
         self.environment = environment
-        self.sources = tuple(find_function(text, given or {}) for text in config.functions)
+        self.sources = tuple(find(text, given or {}) for text in config.functions)
         self.names = names_of(self.sources)
         self._weights = dict(zip(self.names, config.weights_of_functions, strict=True))
         workers = config.workers or min(max((os.cpu_count() or 1) // 2, 1), MOST_WORKERS)

@@ -49,7 +49,7 @@ FORMAT = (
 once, and `<think>` may be missing, for some chat templates end with it."""
 
 
-def find_function(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSource:
+def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSource:
     """Returns the source that one entry of `reward.functions` names; its code is not run.
 
     Raises:

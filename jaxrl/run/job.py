@@ -60,7 +60,7 @@ from jaxrl.models.kernels import Target
 from jaxrl.plan import model_config, without_weights
 from jaxrl.process.plugin import PYTHON
 from jaxrl.rewards.batch_rewards import RewardFunctions
-from jaxrl.rewards.functions import find_function as find_reward
+from jaxrl.rewards.functions import find as find_reward
 from jaxrl.rewards.verifiers import Verifier, verifier, why_unjudged
 from jaxrl.roles.grouper import tokenizer_of_encoder
 from jaxrl.roles.reward import open_reward, tokenizer_of_reward

@@ -30,7 +30,7 @@ from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
 from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.evaluation import evaluation_row, judged
 from jaxrl.run.job import Job
-from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, folder_check
+from jaxrl.run.run_dir import SESSIONS_FILE, InPlace, RunDir, check_folder
 from jaxrl.runtime.worker import Future, Stopped, Wait, WorkerGroup
 from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.console import Console
@@ -174,9 +174,13 @@ class Run:
             if self.trackers is not None:
                 close = self.trackers.close
                 stack.push(lambda failed, *_: close(HURRY_S if failed else CLOSE_S))
-            growing = [file.restore for file in (self.metrics, self.samples, self.timeline, log)]
-            lost = lambda: self.checkpoints.forget_removed()  # noqa: E731
-            self.check_folder = folder_check(folder, description, growing, notify, lost)
+            growing: dict[str, InPlace] = {
+                METRICS_FILE: self.metrics,
+                SAMPLES_FILE: self.samples,
+                TIMELINE_FILE: self.timeline,
+                LOG_FILE: log,
+            }
+            self.check_folder = partial(check_folder, folder, growing)
             self.checkpoints = CheckpointWriter(
                 path,
                 config,

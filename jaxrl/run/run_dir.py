@@ -10,12 +10,11 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import Protocol
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.fingerprint import changes, compare
@@ -29,7 +28,7 @@ from jaxrl.errors import RunError, UserError, move_aside
 from jaxrl.formats import hf, peft
 from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
-from jaxrl.telemetry.lines import time_stamp
+from jaxrl.telemetry.lines import is_in_place, time_stamp
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, read_metrics
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 
@@ -260,107 +259,53 @@ class Lock:
         self.path = run_dir / LOCK
         self.unlocked: str | None = None
         """Why the file system has no locks, where it has none: nothing keeps another run out."""
+        # The file is cut below: one that a link leads to is not ours.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            taken = self._take()
+            self._file = open(os.open(self.path, flags, 0o666), "a+", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             why = error.strerror or error
             raise UserError(f"run_dir={run_dir} cannot be written to: {why}") from error
-        if isinstance(taken, str):
-            raise UserError(f"run_dir={run_dir} is in use by {taken}: name another")
-        self._file = taken
+        try:
+            self.unlocked = hf.lock_file(self._file)
+        except BlockingIOError as error:
+            with self._file:
+                self._file.seek(0)
+                holder = self._file.read().strip() or "another process"
+            raise UserError(f"run_dir={run_dir} is in use by {holder}: name another") from error
+        with suppress(OSError):  # a full disk: the lock holds without a name in it
+            self._file.truncate(0)
+            self._file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
-    def check(self) -> bool:
-        """Checks that the folder is still this run's; returns whether the lock was removed.
-
-        A lock that somebody removed is taken again, in a new folder where that was removed too.
-
-        Raises:
-            RunError: another process has the folder now.
-        """
-        try:
-            if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
-                return False
-        except FileNotFoundError:
-            pass
-        except OSError:  # a disk that does not answer: the save says so
-            return False
-        run_dir = self.path.parent
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            taken = self._take()
-        except OSError:
-            return False
-        if isinstance(taken, str):
-            raise RunError(
-                f"run_dir={run_dir} is in use by {taken} too: the lock of this run was removed."
-                " This run ends before it writes over the checkpoints of the other one"
-            )
-        self._file.close()
-        self._file = taken
-        return True
-
-    def _take(self) -> IO[str] | str:
-        """Returns the file with the lock, or who holds that."""
-        # The file is cut below: one that a link leads to is not ours.
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = open(os.open(self.path, flags, 0o666), "a+", encoding="utf-8")  # noqa: SIM115
-        try:
-            self.unlocked = hf.lock_file(file)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
-            return holder
-        with suppress(OSError):  # a full disk: the lock holds without a name in it
-            file.truncate(0)
-            file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-            file.flush()
-        return file
+    def in_place(self) -> bool:
+        """Returns whether the lock still has its name: without, the folder may be another run's."""
+        return is_in_place(self.path, self._file)
 
 
-def folder_check(
-    folder: RunDir,
-    texts: Mapping[str, str],
-    restores: Sequence[Callable[[], bool]],
-    notify: Callable[[str], None],
-    lost: Callable[[], None],
-) -> Callable[[], int]:
-    """Returns a function that checks the folder before a checkpoint begins, before it is completed,
-    and at the end: it writes again what somebody removed, and returns how often files of this run
-    were found removed. It raises RunError if another process has the folder.
+class InPlace(Protocol):
+    """An open file, which somebody may remove."""
 
-    Args:
-        texts: name of a file -> what it says.
-        restores: write a growing file again where it was removed, and return whether it was.
-        lost: called where files were removed.
+    def in_place(self) -> bool: ...
+
+
+def check_folder(folder: RunDir, files: Mapping[str, InPlace]) -> None:
+    """Checks that the folder is still this run's, before it writes a checkpoint there.
+
+    Raises:
+        RunError: somebody removed or replaced its lock or one of these files.
     """
-    lock, removed = threading.Lock(), 0
-
-    def check() -> int:
-        nonlocal removed
-        with lock:
-            lock_removed = folder.lock is not None and folder.lock.check()
-            restored = [restore() for restore in restores]  # each of them, so no `any` here
-            with suppress(UserError):  # a disk that refuses: the save says so
-                for name, text in texts.items():
-                    if not (folder.path / name).exists():
-                        folder.write(name, text)
-            if any(restored):
-                removed += 1
-                lost()
-                notify(
-                    f"files of {folder.path} were removed during the run. metrics.jsonl,"
-                    " samples.jsonl, timeline.json, log.txt and the config are restored; other"
-                    " removed files, such as checkpoints and TensorBoard's files, are lost"
-                )
-            elif lock_removed:
-                notify(f"the lock of {folder.path} was removed: it is taken again")
-            return removed
-
-    return check
+    known = {**files, **({} if folder.lock is None else {LOCK: folder.lock})}
+    gone = [name for name, file in known.items() if not file.in_place()]
+    if gone:
+        raise RunError(
+            f"files of {folder.path} were removed or replaced during the run: {', '.join(gone)}."
+            " The run ends before it writes over what may be another one's; the same command goes"
+            " on from the newest checkpoint that is left"
+        )
 
 
 def recorded_config(config: Config) -> JsonObject:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from jaxrl.errors import UserError, move_aside
 from jaxrl.process.streams import to_stderr
@@ -85,35 +85,10 @@ class LineFile:
                 self._torn = True
             self._append([new])
 
-    def restore(self) -> bool:
-        """Writes the file once more where it was removed, or another one has its name; returns
-        whether that was so.
-
-        The lines come from the removed file, which exists as long as it is open here. A disk
-        without room leaves everything as it is: the next restore tries again.
-        """
+    def in_place(self) -> bool:
+        """Returns whether the file still has its name: nobody removed or replaced it."""
         with self._locked():
-            if self._closed:
-                return False
-            size = self.size
-            try:
-                if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
-                    return False
-            except FileNotFoundError:
-                pass
-            except OSError:  # a disk that does not answer: the next write reports it
-                return False
-            if not self._rewrite(
-                lambda new: size if _copy(self._file, new, 0, size) == size else 0
-            ):
-                return False
-            if self.size < size:
-                self._messages.append(
-                    f"{self._path} was removed and cannot be read back: its lines are lost"
-                )
-            self._torn = True
-            self._append([])
-            return True
+            return self._closed or is_in_place(self._path, self._file)
 
     def drop_oldest(self, keep: Callable[[bytes], bool]) -> None:
         """Puts a file without the older half of the lines in the place of this one. A disk that
@@ -210,6 +185,15 @@ class LineFile:
             size = sum(map(len, kept)) + _copy(old, new, old.tell(), self.size)
         _write_all(new, self._tail)
         return size
+
+
+def is_in_place(path: Path, file: IO[Any]) -> bool:
+    """Returns whether an open file has this path; True where the disk does not answer, which the
+    next write reports."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
 
 
 def time_stamp() -> str:

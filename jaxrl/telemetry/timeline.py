@@ -171,15 +171,9 @@ class Timeline:
                 # The lines after them need those that name a track or open the array.
                 self._file.drop_oldest(lambda line: line == OPEN or b'"ph": "M"' in line)
 
-    def restore(self) -> bool:
-        """Does what `LineFile.restore` does."""
-        with self._lock:
-            if self._file is None or not self._file.restore():
-                return False
-            if not self._file.size:
-                self._tracks.clear()
-                self._file.append(FIRST_LINES)
-            return True
+    def in_place(self) -> bool:
+        """Does what `LineFile.in_place` does."""
+        return self._file is None or self._file.in_place()
 
     def close(self) -> None:
         """Draws the states that last, and writes everything that has ended."""

@@ -19,7 +19,7 @@ from jaxrl.config import cli
 from jaxrl.config.roles import RewardConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.batch_rewards import RewardFunctions
-from jaxrl.rewards.functions import find_function
+from jaxrl.rewards.functions import find
 from jaxrl.rewards.reward_pool import Item
 from jaxrl.run.python_objects import NOTHING, bind
 from jaxrl.telemetry.metrics import read_metrics
@@ -213,7 +213,7 @@ def test_what_cannot_be_sent_to_a_process_is_refused():
     with pytest.raises(UserError, match="locked cannot be sent to another.*path.py:function"):
         bind(gspo(), rewards=[locked])
     with pytest.raises(UserError, match=r"train\(config, rewards=\[length\]\)"):
-        find_function("python:length")
+        find("python:length")
 
 
 def test_their_signature_is_that_of_a_function_in_a_file():

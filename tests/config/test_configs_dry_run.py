@@ -22,7 +22,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import GPU_SIZES, build, make_plan
 from jaxrl.plan.table import Plan
 from jaxrl.process.gpu_memory import SHARE
-from jaxrl.rewards.functions import find_function
+from jaxrl.rewards.functions import find
 from jaxrl.roles.actor import STEP
 from jaxrl.runtime.cluster import Host, Resource, process_slots
 from jaxrl.sharding.mesh import Visible
@@ -175,7 +175,7 @@ def test_a_config_names_the_same_files_from_any_folder(path, tmp_path, monkeypat
     there = Config.load(path.relative_to(CONFIGS.parent))
     monkeypatch.chdir(tmp_path)
     assert Config.load(path) == there
-    assert all(find_function(text) for text in there.reward.functions)
+    assert all(find(text) for text in there.reward.functions)
     ours = [Path(text) for text in there.data.train if text.endswith(".jsonl")]
     beside = [text for text in path.read_text().split() if text.startswith("data/prompts")]
     assert [place for place in ours if place.is_absolute()] == [CONFIGS / text for text in beside]

@@ -114,7 +114,7 @@ with EnvironmentPool(find("my_code:Talks"), **limits) as pool:
     for text in ("", sys.argv[1]):
         answer = pool.submit(pool.step(Session(text, {"prompt": "p"}), text)).result()
         print(answer.messages[0]["content"])
-with RewardPool([functions.find_function("my_code:half")], **limits) as pool:
+with RewardPool([functions.find("my_code:half")], **limits) as pool:
     print(pool.judge(0, [Item("p", "c", "5", {})]).result().values)
 print(*apart(threading.Event(), map, str, [1, 2]))
 """

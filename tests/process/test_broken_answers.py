@@ -15,7 +15,7 @@ from jaxrl.environments.environment_process import Observation, Session
 from jaxrl.environments.environment_process import find as find_environment
 from jaxrl.errors import UserError
 from jaxrl.process.user_code import Failure
-from jaxrl.rewards.functions import find_function
+from jaxrl.rewards.functions import find
 from jaxrl.rewards.reward_pool import Item, RewardPool, Scores
 
 HERE = Path(__file__).parent.parent / "support" / "garbling.py"
@@ -91,9 +91,7 @@ SOME = [pytest.param(8), pytest.param(1, marks=pytest.mark.slow)]
 @pytest.mark.parametrize("every", SOME)
 def test_rewards_that_write_what_is_no_answer_lose_their_own_item(every: int) -> None:
     """Nothing raises a KeyError, and no other item gets another value."""
-    with RewardPool(
-        [find_function(f"{HERE}:judge")], workers=2, timeout=TIMEOUT, startup=60
-    ) as pool:
+    with RewardPool([find(f"{HERE}:judge")], workers=2, timeout=TIMEOUT, startup=60) as pool:
         for answer in NO_REWARDS[::every]:
             scores = judged(pool, "a", json.dumps(answer), "ccc")
             assert scores.values == [1, None, 3], answer
@@ -104,9 +102,7 @@ def test_rewards_that_write_what_is_no_answer_lose_their_own_item(every: int) ->
 
 @pytest.mark.parametrize("what", ["load", "close", "deaf", "write"])
 def test_a_reward_that_breaks_its_process_costs_seconds_and_not_the_start(what: str) -> None:
-    with RewardPool(
-        [find_function(f"{HERE}:judge")], workers=1, timeout=TIMEOUT, startup=60
-    ) as pool:
+    with RewardPool([find(f"{HERE}:judge")], workers=1, timeout=TIMEOUT, startup=60) as pool:
         judged(pool, "a")
         started = time.monotonic()
         scores = judged(pool, "a", what, "ccc")
@@ -117,7 +113,7 @@ def test_a_reward_that_breaks_its_process_costs_seconds_and_not_the_start(what: 
 
 
 def test_a_message_that_is_too_long_names_the_limit() -> None:
-    with RewardPool([find_function(f"{HERE}:talks")], workers=1, timeout=30, startup=60) as pool:
+    with RewardPool([find(f"{HERE}:talks")], workers=1, timeout=30, startup=60) as pool:
         scores = judged(pool, "10", "3000000", "600000", "600000")
     assert scores.values == [1, None, 1, 1], "two of 0.6 MB are too long together only"
     assert [len(scores.messages[i]) for i in (0, 2, 3)] == [10, 600_000, 600_000]

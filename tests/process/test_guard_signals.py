@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from jaxrl.process.interrupt import ASKING
-from jaxrl.rewards.functions import find_function
+from jaxrl.rewards.functions import find
 from jaxrl.rewards.reward_pool import Item, RewardPool
 
 CODE = """
@@ -50,7 +50,7 @@ def file(tmp_path: Path) -> Path:
 def test_users_code_outlives_what_ends_a_run(file: Path, tmp_path: Path) -> None:
     """A signal to all processes of a run asks it to finish its step, which needs the answer."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    with RewardPool([find_function(f"{file}:waits")], workers=1, timeout=30, startup=60) as pool:
+    with RewardPool([find(f"{file}:waits")], workers=1, timeout=30, startup=60) as pool:
         future = pool.judge(0, [Item("p", "abc", "5", {"folder": str(tmp_path)})])
         while not (tmp_path / "begun").exists():
             time.sleep(0.02)
@@ -68,9 +68,7 @@ def test_users_code_may_end_processes_that_it_has_begun(file: Path, number: int)
     """Also in a worker of Ray, which has these signals blocked."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
     try:
-        with RewardPool(
-            [find_function(f"{file}:ends_its_own")], workers=1, timeout=30, startup=60
-        ) as pool:
+        with RewardPool([find(f"{file}:ends_its_own")], workers=1, timeout=30, startup=60) as pool:
             name = signal.Signals(number).name
             scores = pool.judge(0, [Item("p", name, "5", {})]).result(60)
     finally:

@@ -18,7 +18,7 @@ from jaxrl.config.roles import RewardConfig
 from jaxrl.config.settings import EnvironmentConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport, names_of
-from jaxrl.rewards.functions import find_function
+from jaxrl.rewards.functions import find
 from jaxrl.types import Completion, Prompt, Rollout, Sequences
 
 HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"
@@ -258,9 +258,9 @@ def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], told: str) -> No
 
 
 def test_names() -> None:
-    found = [find_function(text) for text in ("regex:a", "format", "regex:b:c", f"{HERE}:length")]
+    found = [find(text) for text in ("regex:a", "format", "regex:b:c", f"{HERE}:length")]
     assert names_of(found) == ("regex", "format", "regex_2", "length")
     assert found[2].place == "b:c"
     for name in ("model", "environment", "overlong", "kl"):  # the run's own
         with pytest.raises(UserError, match=f"two rewards would be called '{name}'"):
-            names_of([find_function(f"some.module:{name}")])
+            names_of([find(f"some.module:{name}")])

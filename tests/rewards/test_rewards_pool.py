@@ -20,7 +20,7 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.process import user_process
 from jaxrl.process.user_process import Call
 from jaxrl.rewards import verifiers
-from jaxrl.rewards.functions import Function, find_function
+from jaxrl.rewards.functions import Function, find
 from jaxrl.rewards.reward_pool import Item, RewardPool, Scores
 
 HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"
@@ -38,7 +38,7 @@ def items(*completions: str, **columns: object) -> list[Item]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    sources = [find_function(f"{HERE}:{name}") for name in NAMES]
+    sources = [find(f"{HERE}:{name}") for name in NAMES]
     with RewardPool(sources, workers=2, timeout=TIMEOUT, startup=60) as made:
         yield made
 
@@ -88,7 +88,7 @@ def test_a_flood_of_what_is_no_answer_costs_its_own_item(pool: RewardPool) -> No
 
 
 def test_memory_has_a_limit() -> None:
-    sources = [find_function(f"{HERE}:hungry")]
+    sources = [find(f"{HERE}:hungry")]
     with RewardPool(sources, workers=1, timeout=20, startup=60, memory_mb=4096) as pool:
         scores = pool.judge(0, items("a", "hungry", "ccc")).result(60)
     assert scores.values == [1, None, 3]
@@ -108,7 +108,7 @@ def test_the_number_of_processes_has_a_limit_and_none_is_left(
     bad: str, most: int, kind: str, told: str, tmp_path: Path
 ) -> None:
     """However their parent ends, also those of other sessions."""
-    sources = [find_function(f"{HERE}:breeds")]
+    sources = [find(f"{HERE}:breeds")]
     with RewardPool(sources, workers=1, timeout=3, startup=60, max_processes=most) as pool:
         texts = items("a", bad, "ccc", folder=str(tmp_path))
         scores = pool.judge(0, texts).result(60)
@@ -121,9 +121,9 @@ def test_the_number_of_processes_has_a_limit_and_none_is_left(
 
 PRINTS = """
 import sys
-from jaxrl.rewards.functions import find_function
+from jaxrl.rewards.functions import find
 from jaxrl.rewards.reward_pool import Item, RewardPool
-with RewardPool([find_function(sys.argv[1])], workers=1, timeout=60, startup=60) as pool:
+with RewardPool([find(sys.argv[1])], workers=1, timeout=60, startup=60) as pool:
     print(pool.judge(0, [Item("p", "abc", None, {})]).result(60).values)
 """
 
@@ -174,7 +174,7 @@ def test_completions_have_the_form_of_their_prompts(pool: RewardPool) -> None:
     mixed = judged("stripped", both)
     assert mixed.values == [1, None] and MESSAGES in mixed.failures[1].text
     # What comes with jaxrl reads text, and says nothing of forms.
-    with RewardPool([find_function("number")], workers=1, timeout=5, startup=60) as verifier:
+    with RewardPool([find("number")], workers=1, timeout=5, startup=60) as verifier:
         assert verifier.judge(0, conversational("5", "4")).result(30).values == [1, 0]
 
 
@@ -261,7 +261,7 @@ def test_an_async_function_that_blocks_is_killed(pool: RewardPool) -> None:
     ],
 )
 def test_a_result_that_is_none_is_refused(completion: str, told: str) -> None:
-    function = Function(find_function(f"{HERE}:result"))
+    function = Function(find(f"{HERE}:result"))
     with pytest.raises(UserError, match=f"result returned.*{told}|result.*{told}"):
         asyncio.run(function.run(items(completion), Call(1, -1, timeout=1.0)))
 
@@ -282,7 +282,7 @@ def test_too_many_failures_end_the_job_at_once(pool: RewardPool) -> None:
 
 
 def test_a_closed_pool_leaves_no_process_and_no_waiting_future() -> None:
-    pool = RewardPool([find_function(f"{HERE}:trouble")], workers=1, timeout=60, startup=60)
+    pool = RewardPool([find(f"{HERE}:trouble")], workers=1, timeout=60, startup=60)
     pool.facts()
     future = pool.judge(0, items("regex"))
     time.sleep(0.2)
@@ -296,9 +296,9 @@ def test_a_closed_pool_leaves_no_process_and_no_waiting_future() -> None:
 
 PARENT = """
 import sys, time
-from jaxrl.rewards.functions import find_function
+from jaxrl.rewards.functions import find
 from jaxrl.rewards.reward_pool import Item, RewardPool
-pool = RewardPool([find_function(sys.argv[1])], workers=1, timeout=1000, startup=60)
+pool = RewardPool([find(sys.argv[1])], workers=1, timeout=1000, startup=60)
 pool.judge(0, [Item("p", sys.argv[2], None, {})])
 time.sleep(1000)
 """
@@ -359,7 +359,7 @@ def test_a_file_that_changes_is_refused_by_the_next_process(tmp_path: Path) -> N
     path = tmp_path / "mine.py"
     text = "import os\ndef f(completions):\n    os._exit(1)\n"
     path.write_text(text)
-    with RewardPool([find_function(f"{path}:f")], workers=1, timeout=5, startup=60) as pool:
+    with RewardPool([find(f"{path}:f")], workers=1, timeout=5, startup=60) as pool:
         pool.facts()
         path.write_text(text + "#\n")
         with pytest.raises(UserError, match=r"mine\.py has changed since the run began"):
@@ -371,7 +371,7 @@ def test_a_process_that_ends_between_two_calls_costs_nothing(tmp_path: Path) -> 
     text = "import os, threading\ndef f(completions):\n    if completions[0] == 'later':\n"
     text += "        threading.Timer(0.2, os._exit, [1]).start()\n    return [1.0]\n"
     path.write_text(text)
-    with RewardPool([find_function(f"{path}:f")], workers=1, timeout=5, startup=60) as pool:
+    with RewardPool([find(f"{path}:f")], workers=1, timeout=5, startup=60) as pool:
         assert pool.judge(0, items("later")).result(30).values == [1]
         wait_for(lambda: pool.lost == 1, 10)
         scores = pool.judge(0, items("a")).result(30)
@@ -383,7 +383,7 @@ def test_where_a_process_cannot_be_replaced_all_end(tmp_path: Path) -> None:
     text = "import os, time\ndef f(completions):\n    time.sleep(0.1)\n"
     text += "    return [os._exit(1) if c == 'exit' else os.getpid() for c in completions]\n"
     path.write_text(text)
-    with RewardPool([find_function(f"{path}:f")], workers=2, timeout=5, startup=60) as pool:
+    with RewardPool([find(f"{path}:f")], workers=2, timeout=5, startup=60) as pool:
         pids: set[float | None] = set()
 
         def both_have_started() -> bool:
@@ -411,7 +411,7 @@ def test_where_a_process_cannot_be_replaced_all_end(tmp_path: Path) -> None:
 )
 def test_what_names_nothing_is_refused(text: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        find_function(text)
+        find(text)
 
 
 @pytest.mark.parametrize(
@@ -428,13 +428,13 @@ def test_what_names_nothing_is_refused(text: str, told: str) -> None:
 )
 def test_what_cannot_be_called_is_refused(text: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        Function(find_function(text))
+        Function(find(text))
 
 
 def test_an_import_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("x = 1\ny = x / 0\ndef f(completions):\n    return []\n")
-    with RewardPool([find_function(f"{path}:f")], workers=2, timeout=5, startup=60) as pool:
+    with RewardPool([find(f"{path}:f")], workers=2, timeout=5, startup=60) as pool:
         with pytest.raises(UserError, match=r"ZeroDivisionError.*mine\.py, line 2"):
             pool.facts()
         with pytest.raises(UserError, match="ZeroDivisionError"):
@@ -456,7 +456,7 @@ def test_an_import_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
     ],
 )
 def test_the_format(completion: str, score: float) -> None:
-    assert bool(re.search(find_function("format").place, completion)) == score
+    assert bool(re.search(find("format").place, completion)) == score
 
 
 def test_a_completion_that_never_ends_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from jaxrl.data.thoughts import CHANNELS, THOUGHTS
 from jaxrl.data.tokenizer import decode_text
 from jaxrl.errors import UserError
 from jaxrl.rewards.answers import Number, last_boxed, last_number, marked_answer, whole_number
-from jaxrl.rewards.functions import FORMAT, find_function
+from jaxrl.rewards.functions import FORMAT, find
 from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool
 from jaxrl.rewards.verifiers import VERIFIERS, verifier
 from jaxrl.sampling.partial_completion import until_stop
@@ -61,7 +61,7 @@ def test_a_verifier_of_one_s_own_is_a_reward_function_too(monkeypatch):
     """In a process of its own, which knows only what comes with jaxrl."""
     monkeypatch.setitem(VERIFIERS, "half", lambda completion, prompt: len(completion) / 2)
     items = [Item("", said, None, {}) for said in ("a", "bc")]
-    with RewardPool([find_function("half")], workers=1, timeout=30, startup=60) as pool:
+    with RewardPool([find("half")], workers=1, timeout=30, startup=60) as pool:
         assert pool.judge(0, items).result().values == [0.5, 1.0]
 
 

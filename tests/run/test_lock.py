@@ -13,26 +13,30 @@ import pytest
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import RunError, UserError
-from jaxrl.run.run_dir import LOCK, Lock, open_run_dir
+from jaxrl.run.run_dir import LOCK, Lock, check_folder, open_run_dir
+from jaxrl.telemetry.metrics import JsonLines
 
 
-def test_a_removed_lock_is_taken_again(tmp_path: Path) -> None:
-    with closing(Lock(tmp_path)) as lock:
-        assert not lock.check()
-        (tmp_path / LOCK).unlink()
-        assert lock.check() and not lock.check()
-        with pytest.raises(UserError, match="is in use by pid"):
-            Lock(tmp_path)
-    Lock(tmp_path).close()
-
-
-def test_who_finds_another_run_in_its_folder_ends(tmp_path: Path) -> None:
-    with closing(Lock(tmp_path)) as first:
-        (tmp_path / LOCK).unlink()
-        with closing(Lock(tmp_path)) as second:
-            with pytest.raises(RunError, match="is in use by pid .* too: the lock of this run was"):
-                first.check()
-            assert not second.check()
+@pytest.mark.parametrize("removed", ["lock", "folder", "replaced"])
+def test_who_finds_its_folder_removed_ends(tmp_path: Path, removed: str) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    with open_run_dir(Config.load(None, [f"run_dir={path}"]), {}) as folder:
+        with closing(JsonLines(path / "m.jsonl")) as metrics:
+            files = {"m.jsonl": metrics}
+            check_folder(folder, files)
+            if removed == "folder":
+                shutil.rmtree(path)
+            else:
+                (path / (LOCK if removed == "lock" else "m.jsonl")).unlink()
+            if removed == "replaced":
+                (path / "m.jsonl").write_text("of somebody else")
+            gone = {"lock": LOCK, "folder": f"m.jsonl, {LOCK}", "replaced": "m.jsonl"}[removed]
+            with pytest.raises(RunError, match=f"removed or replaced during the run: {gone}"):
+                check_folder(folder, files)
+        if removed == "lock":
+            with closing(Lock(path)) as second:
+                assert second.in_place()
 
 
 @pytest.mark.parametrize("name", ["ENOSYS", "ENOTSUP", "ENOLCK", "EWOULDBLOCK", "EACCES"])
@@ -51,13 +55,4 @@ def test_a_file_system_without_locks_refuses_nobody(
         return
     with open_run_dir(Config.load(None, [f"run_dir={tmp_path}"]), {}) as folder:
         assert f"cannot be locked: {why}" in folder.notes[0]
-        assert folder.lock is not None and not folder.lock.check()
-
-
-def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with closing(Lock(folder)) as lock:
-        shutil.rmtree(folder)
-        assert lock.check() and not lock.check()
-        assert folder.is_dir()
+        assert folder.lock is not None and folder.lock.in_place()

@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl.process.user_process import Call, CodeFailed
 from jaxrl.process.wall_clock import GAP_S, TICK_S, WallClock
-from jaxrl.rewards.functions import find_function
+from jaxrl.rewards.functions import find
 from jaxrl.rewards.reward_pool import Item, RewardPool
 from jaxrl.runtime.worker import DeadlineExceeded, LocalFuture, LocalWorker
 from jaxrl.teacher.remote import Endpoint
@@ -89,7 +89,7 @@ def test_code_of_the_user_is_late_by_the_time_awake(frozen: Clock, tmp_path: Pat
     path = tmp_path / "slow.py"
     text = "def f(completions): return [time.sleep(float(c)) or 1.0 for c in completions]"
     path.write_text(f"import time\n{text}\n")
-    with RewardPool([find_function(f"{path}:f")], workers=1, timeout=0.1, startup=0.1) as pool:
+    with RewardPool([find(f"{path}:f")], workers=1, timeout=0.1, startup=0.1) as pool:
         assert pool.judge(0, [Item("p", "0.4", "5", {})]).result(60).values == [1.0]
         asked = pool.judge(0, [Item("p", "60", "5", {})])
         while not asked.done():

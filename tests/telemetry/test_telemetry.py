@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import errno
 import io
 import json
 import re
-import shutil
 import threading
 from pathlib import Path
 from typing import Literal
@@ -367,72 +365,17 @@ def test_samples_resume_and_outlive_a_full_disk(tmp_path: Path) -> None:
     assert found == [SAMPLE, SAMPLE, later, later] and len(messages) == 1
 
 
-@pytest.mark.parametrize("harm", ["none", "folder", "replaced"])
-def test_a_file_that_is_removed_is_written_again_with_every_line(tmp_path: Path, harm: str) -> None:
-    folder, messages = tmp_path / "run", list[str]()
-    folder.mkdir()
-    metrics = MetricsWriter(folder / "m.jsonl", notify=messages.append)
-    samples = JsonLines(folder / "s.jsonl", notify=messages.append)
-    timeline = Timeline(folder / "t.json", notify=messages.append)
-    log = RunLog(folder / "l.txt", notify=messages.append)
-    files = (metrics, samples, timeline, log)
-    for step in range(1, 6):
-        metrics.write(step, {"sft/loss": 0.5})
-        write_samples(samples, [dataclasses.replace(SAMPLE, step=step)])
-        timeline.span("actor", "update", step, step + 1.0, step=step)
-        timeline.flush()
-        log.write(f"step {step}")
-        if step == 3 and harm != "none":
-            shutil.rmtree(folder)
-            folder.mkdir()
+@pytest.mark.parametrize("harm", ["removed", "replaced"])
+def test_a_file_that_is_removed_is_not_in_place(tmp_path: Path, harm: str) -> None:
+    metrics, timeline = MetricsWriter(tmp_path / "m.jsonl"), Timeline(tmp_path / "t.json")
+    with metrics, timeline:
+        assert metrics.in_place() and timeline.in_place()
+        for name in ("m.jsonl", "t.json"):
+            (tmp_path / name).unlink()
             if harm == "replaced":
-                (folder / "m.jsonl").write_text("of somebody else\n" * 1000)
-        restored = [file.restore() for file in files]
-        assert restored == [step == 3 and harm != "none"] * 4
-    metrics.amend(5, {"loss": 1.0})
-    for file in files:
-        file.close()
-    steps = [1, 2, 3, 4, 5]
-    assert [row["step"] for row in read_metrics(folder / "m.jsonl")] == steps
-    assert (
-        read_metrics(folder / "m.jsonl")[-1]
-        == metrics.last
-        == {"step": 5, "sft/loss": 0.5, "loss": 1}
-    )
-    found = [json.loads(line)["step"] for line in (folder / "s.jsonl").read_text().splitlines()]
-    assert found == steps
-    events = json.loads((folder / "t.json").read_text())
-    assert [event["args"]["step"] for event in events if event["name"] == "update"] == steps
-    assert [line.split()[-1] for line in (folder / "l.txt").read_text().splitlines()] == list(
-        "12345"
-    )
-    assert messages == []
-
-
-def test_a_removed_file_that_cannot_be_read_back_begins_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a network file system, where a file that another computer removes is gone."""
-
-    def stale(*_: object) -> bytes:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    messages: list[str] = []
-    metrics = MetricsWriter(tmp_path / "m.jsonl", notify=messages.append)
-    timeline = Timeline(tmp_path / "t.json", notify=messages.append)
-    metrics.write(1, {})
-    for name in ("m.jsonl", "t.json"):
-        (tmp_path / name).unlink()
-    monkeypatch.setattr("jaxrl.telemetry.lines.os.pread", stale)
-    assert metrics.restore() and timeline.restore()
-    assert len(messages) == 2 and all("cannot be read back" in text for text in messages)
-    metrics.write(2, {})
-    timeline.span("actor", "update", 1.0, 2.0, step=7)
-    metrics.close()
-    timeline.close()
-    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 2}]
-    names = [event["name"] for event in json.loads((tmp_path / "t.json").read_text())]
-    assert names == ["process_name", "thread_name", "update"]
+                (tmp_path / name).write_text("of somebody else")
+        assert not metrics.in_place() and not timeline.in_place()
+    assert metrics.in_place() and timeline.in_place(), "closed: nothing is written any more"
 
 
 def test_samples_are_one_object_a_line(tmp_path: Path) -> None:
