@@ -13,8 +13,8 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +38,18 @@ class JsonlFile(Part):
         fields: dict[str, None] = {}
         names: dict[str, None] = {}
         digest = hashlib.sha256()
-        try:
-            with open(self.name, "rb") as file:
-                for line, raw in enumerate(file, start=1):
-                    digest.update(raw)
-                    if raw.removeprefix(BOM).strip():
-                        row = self._parse(raw, line)
-                        to_example(row, self._keys, self._place(line))
-                        fields |= dict.fromkeys(row)
-                        names |= dict.fromkeys(names_in(row, self._keys))
-                        lines.append(line)
-                        offsets.append(offset)
-                        sums.append(zlib.crc32(raw))
-                    offset += len(raw)
-        except OSError as error:
-            raise UserError(f"{self._label}: {self.name}: {error.strerror}") from error
+        with _found(path, label), open(self.name, "rb") as file:
+            for line, raw in enumerate(file, start=1):
+                digest.update(raw)
+                if raw.removeprefix(BOM).strip():
+                    row = self._parse(raw, line)
+                    to_example(row, self._keys, self._place(line))
+                    fields |= dict.fromkeys(row)
+                    names |= dict.fromkeys(names_in(row, self._keys))
+                    lines.append(line)
+                    offsets.append(offset)
+                    sums.append(zlib.crc32(raw))
+                offset += len(raw)
         if not lines:
             raise UserError(f"{self._label}: {self.name}: no rows; each line is one JSON object")
         self._lines, self._offsets = np.array(lines, np.int64), np.array(offsets, np.int64)
@@ -172,7 +169,8 @@ def _steady(value: Any) -> object:
 def open_json(path: Path, keys: Keys, label: str) -> RowList | JsonlFile:
     """Opens the rows of a `.json` file: an array of objects, one object per line, or a single one
     over several lines."""
-    data = _read(path, label)
+    with _found(path, label):
+        data = path.read_bytes()
     text = data.removeprefix(BOM)
     is_array = text.lstrip()[:1] == b"["
     rows = None
@@ -195,7 +193,8 @@ def open_json(path: Path, keys: Keys, label: str) -> RowList | JsonlFile:
 def open_csv(path: Path, keys: Keys, label: str) -> RowList:
     """Opens the rows of a `.csv` file, whose first line names the fields. Every value is text, and
     an empty one is null."""
-    data = _read(path, label)
+    with _found(path, label):
+        data = path.read_bytes()
     rows: list[Any] = []
     lines: list[int] = []
     limit = csv.field_size_limit(FIELD_CHARACTERS)
@@ -231,8 +230,9 @@ def open_csv(path: Path, keys: Keys, label: str) -> RowList:
     return RowList(str(path), rows, keys, label, lines, hashlib.sha256(data).hexdigest())
 
 
-def _read(path: Path, label: str) -> bytes:
+@contextmanager
+def _found(path: str | Path, label: str) -> Iterator[None]:
     try:
-        return path.read_bytes()
+        yield
     except OSError as error:
         raise UserError(f"{label}: {path}: {error.strerror}") from error

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 MOST_ELEMENTS = 1 << 22
 """Of all arrays in the metadata together; the largest vocabularies and their merges have a third of
 it."""
-MOST_KEYS, MOST_TENSORS = 1 << 14, 1 << 14
-"""Of the metadata, and of a file; each takes the library a tenth of a millisecond. The largest
-models have 2,000 tensors."""
+MOST_ENTRIES = 1 << 14
+"""Keys of the metadata, and tensors of a file: each takes the library a tenth of a millisecond. The
+largest models have 2,000 tensors."""
 LLAMA3_ROPE = Llama3Rope(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
@@ -133,16 +133,16 @@ class _Reader(gguf.GGUFReader):
 
     def _build_fields(self, offs: int, count: int) -> int:
         self._elements = 0
-        if count > MOST_KEYS:
-            raise UserError(f"truncated, or {count} keys of metadata; at most {MOST_KEYS} are read")
-        return super()._build_fields(offs, count)
+        return super()._build_fields(offs, _few(count, "keys of metadata"))
 
     def _build_tensor_info(self, offs: int, count: int) -> Any:
-        if count > MOST_TENSORS:
-            raise UserError(
-                f"truncated, or {count} tensors; at most {MOST_TENSORS} of a file are read"
-            )
-        return super()._build_tensor_info(offs, count)
+        return super()._build_tensor_info(offs, _few(count, "tensors"))
+
+
+def _few(count: int, what: str) -> int:
+    if count > MOST_ENTRIES:
+        raise UserError(f"truncated, or {count} {what}; at most {MOST_ENTRIES} are read")
+    return count
 
 
 def _read(path: Path) -> _Reader:

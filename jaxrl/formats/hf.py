@@ -669,9 +669,8 @@ class TorchBinFolder:
         return tuple(self._tensors[name][1].shape) if name in self._tensors else None
 
     def file(self, name: str) -> Path:
-        if name in self._tensors:
-            return self._tensors[name][0]
-        return self._files[0] if len(self._files) == 1 else self.path
+        alone = self._files[0] if len(self._files) == 1 else self.path
+        return self._tensors[name][0] if name in self._tensors else alone
 
     def read(self, name: str, index: weights.Index) -> np.ndarray:
         import torch

@@ -152,7 +152,6 @@ class ExpertTensors(Derived):
 
 
 def _parts(match: re.Match[str], expert: int) -> list[str]:
-    """Returns the tensors of an expert that one of all experts holds."""
     return [f"{match[1]}.{expert}.{part}_proj.weight" for part in match[2].split("_")]
 
 
