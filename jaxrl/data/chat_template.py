@@ -564,60 +564,63 @@ def _marked(marks: Sequence[Span], start: int, end: int, chat: _Chat) -> list[Sp
     return [(begin, stop) for begin, stop in spans if begin < stop]
 
 
+UNSEEN = {
+    "calls": "does not render `tool_calls`: write the calls as text, in the `content` of their"
+    " message",
+    "answer": "does not render the answer {said!r}: give the model a template of whole chats",
+    "thoughts": "does not render {where} ({said!r}): it is learned without them",
+    "other thoughts": "does not render {where}: it is learned without it. Thoughts are read from"
+    f" {' or '.join(THOUGHT_FIELDS)}",
+    "content": "renders only a part of its `content` ({said!r}): that part is learned",
+    "content beside calls": "does not render its `content` with `tool_calls` ({said!r}): it is"
+    " learned without it",
+    "calls of the prompt": "does not render `tool_calls`: the prompt is without them",
+}
+"""What a message has and the template does not show -> what is said of it. Answers and tool calls
+are errors: a turn would be learned that does something else."""
+_ERRORS = ("calls", "answer")
+
+
 def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[str, str]]:
-    """Notes what the learned turns have and the template does not show, as (kind, text). Raises
-    UserError for answers and tool calls: a turn would be learned that does something else."""
+    """Notes what the template does not show, as (kind of UNSEEN, text), or raises UserError."""
     notes: list[tuple[str, str]] = []
-
-    def note(kind: str, at: int, what: str) -> None:
-        notes.append((kind, f"message {at}: the chat template {what}"))
-
     for at in learned:
-        message = chat.messages[at]
-        if message.get("tool_calls") and not _shows(chat, at, ("tool_calls",)):
-            raise UserError(
-                f"message {at}: the chat template does not render `tool_calls`: write the calls as"
-                " text, in the `content` of their message"
-            )
-        field = next((name for name in THOUGHT_FIELDS if message.get(name)), None)
-        thoughts = [] if field is None else [(field, str(message[field]).strip())]
-        before, end, said = (message.get("content") or "").rpartition("</think>")
-        if end:
-            first = before.partition("</think>")[0]
-            thoughts.append(("content", first.rpartition("<think>")[2].strip()))
-        for field, thought in thoughts:
-            if not thought:
-                continue
-            shown = thought in text or (field != "content" and _shows(chat, at, THOUGHT_FIELDS))
-            if not shown:
-                where = "the thoughts in its `content`" if field == "content" else f"its `{field}`"
-                lost = f"does not render {where} ({thought[:40]!r}): it is learned without them"
-                note("thoughts", at, lost)
-        for field in sorted(set(message) & set(OTHER_THOUGHTS)):
-            if message[field] and not _shows(chat, at, (field,)):
-                lost = f"does not render its `{field}`: it is learned without it. Thoughts are read"
-                note("other thoughts", at, f"{lost} from {' or '.join(THOUGHT_FIELDS)}")
-        said = said.strip()
-        if not said or said in text:
-            continue
-        if _shows_content(chat, at):
-            longer = {**message, "content": f"{message['content']}{_PROBES[0]}"}
-            if chat._with(at, longer) == chat.text:
-                part = f"renders only a part of its `content` ({said[:40]!r}): that part is learned"
-                note("content", at, part)
-        elif message.get("tool_calls"):
-            lost = f"does not render its `content` with `tool_calls` ({said[:40]!r}): it is"
-            note("content", at, f"{lost} learned without it")
-        else:
-            raise UserError(
-                f"message {at}: the chat template does not render the answer"
-                f" {remove_marks(said[:40])!r}: give the model a template of whole chats"
-            )
+        for kind, where, said in _unseen(chat, at, text):
+            what = UNSEEN[kind].format(where=where, said=remove_marks(said.strip()[:40]))
+            notes.append((kind, f"message {at}: the chat template {what}"))
+            if kind in _ERRORS:
+                raise UserError(notes[-1][1])
     for at, message in enumerate(chat.messages[: learned[0]]):
         if message.get("tool_calls") and not _shows(chat, at, ("tool_calls",)):
-            note("tool_calls", at, "does not render `tool_calls`: the prompt is without them")
-            break
+            kind = "calls of the prompt"
+            return [*notes, (kind, f"message {at}: the chat template {UNSEEN[kind]}")]
     return notes
+
+
+def _unseen(chat: _Chat, at: int, text: str) -> Iterator[tuple[str, str, str]]:
+    """Yields kind of UNSEEN, field and text of what a learned message has and `text` does not."""
+    message = chat.messages[at]
+    if message.get("tool_calls") and not _shows(chat, at, ("tool_calls",)):
+        yield "calls", "", ""
+    field = next((name for name in THOUGHT_FIELDS if message.get(name)), "")
+    thought = str(message.get(field) or "").strip()
+    before, end, said = (message.get("content") or "").rpartition("</think>")
+    if thought not in text and not _shows(chat, at, THOUGHT_FIELDS):
+        yield "thoughts", f"its `{field}`", thought
+    opened = before.partition("</think>")[0].rpartition("<think>")[2].strip() if end else ""
+    if opened not in text:
+        yield "thoughts", "the thoughts in its `content`", opened
+    for field in sorted(set(message) & set(OTHER_THOUGHTS)):
+        if message[field] and not _shows(chat, at, (field,)):
+            yield "other thoughts", f"its `{field}`", ""
+    if said.strip() in text:
+        return
+    if _shows_content(chat, at):
+        longer = {**message, "content": f"{message['content']}{_PROBES[0]}"}
+        if chat._with(at, longer) == chat.text:
+            yield "content", "", said
+    else:
+        yield "content beside calls" if message.get("tool_calls") else "answer", "", said
 
 
 def _shows(chat: _Chat, at: int, fields: Sequence[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -182,17 +183,26 @@ def noted(
 def test_what_a_template_does_not_show_is_said_once_with_the_row(
     tmp_path: Any, case: Mapping[str, Any]
 ) -> None:
-    template = TEMPLATES[case["template"]]
-    template = template.replace("m['content']", case.get("content", "m['content']"))
+    template = TEMPLATES[case["template"]].replace(*case.get("replace", ("", "")))
     tools = [TOOL] if case["tools"] else None
     plain = {"messages": [ASK]}
-    row = {"messages": [ASK, {"role": "assistant", **case["message"]}], "tools": tools}
-    notes = noted(tokenizer_of(template), tmp_path, plain, row, row, row)
+    chat = [ASK, *case.get("before", ()), {"role": "assistant", **case["message"]}]
+    rows = plain, *[{"messages": chat, "tools": tools}] * 3
+    if case.get("refused"):
+        with pytest.raises(UserError, match=f"rows.jsonl:2: .*{re.escape(case['note'])}"):
+            noted(tokenizer_of(template), tmp_path, *rows)
+        return
+    notes = noted(tokenizer_of(template), tmp_path, *rows)
     if case["note"]:
         (note,) = notes
         assert case["note"] in note and note.startswith(f"data.train: {tmp_path}/rows.jsonl:2: ")
     else:
         assert not notes
+
+
+def test_each_thing_that_a_template_may_not_show_has_a_case() -> None:
+    cases = read_cases("chat_templates.jsonl", "note")
+    assert {case["unseen"] for case in cases if "unseen" in case} == chat_template.UNSEEN.keys()
 
 
 DROPS = (
