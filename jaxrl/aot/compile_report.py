@@ -39,6 +39,7 @@ from jaxrl.roles.declared import Program
 from jaxrl.run.names import with_commits
 from jaxrl.sampling.decode import NO_MERGING
 from jaxrl.sharding.targets import TargetMachine
+from jaxrl.teacher.kinds import kind_of
 
 PROCESSES = 2
 """Number of processes that compile side by side. Each takes 1 to 4 GB of memory, and one core."""
@@ -257,12 +258,9 @@ def check(
         UserError: no such machine, its compiler is not installed, the mesh does not suit it, or
             the teacher answers at an address, so that its model is unknown.
     """
-    if config.served and "teacher" in needed_roles(config):
-        served, one = next(iter(config.served.items()))
+    if (unknown := kind_of(config).unknown_model(config)) and "teacher" in needed_roles(config):
         raise UserError(
-            f"--compile {name}: the actor's programs depend on the teacher's model, and"
-            f" {config.teacher_key(served, 'address')}={one.address} is not asked for it: set it to"
-            f" null and {config.teacher_key(served)} to a folder with that model's config.json"
+            f"--compile {name}: the actor's programs depend on the teacher's model, and {unknown}"
         )
     prepare()
     with silenced():

@@ -399,7 +399,7 @@ def _mesh_notes(m: Setting) -> Iterator[str]:
             )
     for role, why in services(config).items():
         yield f"{role}: no devices here, {why}"
-    if config.served and config.distill.signal == "hidden":
+    if kind_of(config).unknown_model(config) and config.distill.signal == "hidden":
         yield "actor: the teacher's LM head, which it also holds, is not counted here"
     for role, sizes in axes.items():
         model, kv_heads, states = inputs.model(role), [], 0

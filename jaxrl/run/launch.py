@@ -43,7 +43,7 @@ from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.json_types import parse_json, read_file
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.xla_flags import worker_environment
-from jaxrl.roles.actor import SENT_TO_TEACHER, Actor, Receiver
+from jaxrl.roles.actor import Actor
 from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import TEMPLATE_TOKENS, Reward, RewardModel, open_reward
@@ -67,7 +67,6 @@ from jaxrl.sharding.mesh import (
     verify_arrays,
 )
 from jaxrl.sharding.placement import Placement, device_list, parse
-from jaxrl.teacher.kinds import layout_of
 
 Log = Callable[[str], None]
 NOT_REHEARSED = ("cpu",)
@@ -205,11 +204,6 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     if (receiver := meshes.get("rollout")) is not None:  # else another process has it
         shardings = param_shardings(student.config, receiver, "unstacked")
         _, loaded = frozen_and_trained(shardings)
-    follower = None
-    if config.teacher_follows:  # `places` are None where another process has the teacher
-        layout, teacher = layout_of(setup.teacher_samples), meshes.get("teacher")
-        places = None if teacher is None else param_shardings(student.config, teacher, layout)
-        follower = Receiver(layout, config.teacher.compute_dtype, places, SENT_TO_TEACHER)
     base = _base(setup, mesh, config.base_dtype, "stacked")
 
     def load(dtype: DTypeLike) -> Params:
@@ -228,7 +222,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         rollout_shardings=loaded,
         run_dir=setup.run_dir,
         restore=setup.restore,
-        teacher=follower,
+        teacher=setup.teacher.receiver(meshes.get("teacher"), setup.teacher_samples),
         base=base,
         base_name=student.base_name,
         base_digest=setup.opened.get(BASE_WEIGHTS),

@@ -37,7 +37,8 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError, about
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.parameters import Layout, Params, head_sharding
+from jaxrl.models.parameters import Layout, Params, head_sharding, param_shardings
+from jaxrl.roles.actor import SENT_TO_TEACHER, Receiver
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.update import first_rows_program
 from jaxrl.sharding.ledger import current
@@ -108,6 +109,11 @@ class Teacher:
     @classmethod
     def stored_config(cls, config: Config) -> DecoderConfig | None:
         """Returns the `config.json` of a teacher that does not run here, if it is on disk."""
+        return None
+
+    @classmethod
+    def unknown_model(cls, config: Config) -> str | None:
+        """Returns how to make the teacher's `config.json` known to a plan; None where it is."""
         return None
 
     @property
@@ -193,6 +199,15 @@ class Teacher:
     def heads(self, mesh: Mesh) -> Iterator[Head]:
         """Yields the LM head [V, Dt] of each teacher on the actor's mesh."""
         yield from ()
+
+    def receiver(self, mesh: Mesh | None, samples: bool) -> Receiver | None:
+        """Returns how the role takes the policy's weights; None where its own are frozen.
+
+        Args:
+            mesh: of the role; None where another process has it.
+            samples: the teacher samples too.
+        """
+        return None
 
     def make(
         self, mesh: Mesh | None, open_tokenizer: OpenTokenizer, sampler: MakeSampler | None
@@ -294,6 +309,14 @@ class LocalModels(Teacher):
             return [f"data.eval: {error}; the teachers' own accuracy is not evaluated"]
         return []
 
+    def receiver(self, mesh: Mesh | None, samples: bool) -> Receiver | None:
+        if not self.config.teacher_follows:
+            return None
+        layout, dtype = layout_of(samples), self.config.teacher.compute_dtype
+        model = self.models["teacher"].config
+        places = None if mesh is None else param_shardings(model, mesh, layout)
+        return Receiver(layout, dtype, places, SENT_TO_TEACHER)
+
     def heads(self, mesh: Mesh) -> Iterator[Head]:
         v, dtype = self.vocab_size, jnp.dtype(self.config.teacher.compute_dtype)
         for source in self.models.values():
@@ -367,6 +390,14 @@ class ServedTeachers(Teacher):
     @classmethod
     def without_devices(cls, config: Config) -> str:
         return f"it answers at {', '.join(str(one.address) for one in config.served.values())}"
+
+    @classmethod
+    def unknown_model(cls, config: Config) -> str:
+        name, served = next(iter(config.served.items()))
+        return (
+            f"{config.teacher_key(name, 'address')}={served.address} is not asked for it: set it to"
+            f" null and {config.teacher_key(name)} to a folder with that model's config.json"
+        )
 
     def check_data(
         self, student: Student, prompts: Sequence[Prompt], train: PromptStream
