@@ -33,7 +33,7 @@ from comparison import (
 )
 
 from jaxrl import Config
-from jaxrl.algorithms.methods import configured
+from jaxrl.algorithms.methods import objective_of
 from jaxrl.losses.algorithm_table import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
@@ -98,7 +98,7 @@ def line(label: str, rows: list[Row], same: str | None, overrides: list[str]) ->
     """A loss in the table: its runs' means, with their spread."""
     case = cases()[label]
     config = loaded(case, overrides)
-    term = vars(configured(config).term)
+    term = vars(objective_of(config).term)
     settings = [f"{k.replace('_', ' ')} {v:g}" for k, v in term.items() if v is not None]
 
     def over(key: str, form: str) -> str:
@@ -124,7 +124,7 @@ def identity(config: Config) -> tuple[Any, ...]:
     With one update per batch every ratio is 1, where each term's gradient is A grad log pi. With
     one advantage a completion the ratio of gspo_token has the gradient of gspo's.
     """
-    objective, plain = configured(config), config.updates_per_batch == 1
+    objective, plain = objective_of(config), config.updates_per_batch == 1
     ratio = "sequence" if objective.ratio == "sequence_token" else objective.ratio
     shape = () if plain else (type(objective.term), *vars(objective.term).values(), ratio)
     penalty, scaled = config.rewards.overlong_buffer, config.spec.scale_by_std

@@ -34,10 +34,10 @@ def group_advantages(
     of one, for a group whose std is below 1e-6, for a reward of None or NaN, and for padding.
     """
     values, ids = as_rewards(rewards), np.asarray(group_ids)
-    return within(values, ids, ids if scale_by_std else None)
+    return standardise_groups(values, ids, ids if scale_by_std else None)
 
 
-def within(
+def standardise_groups(
     values: Float[np.ndarray, " B"],
     ids: Int[np.ndarray, " B"],
     scale_ids: Int[np.ndarray, " B"] | None,
@@ -74,7 +74,7 @@ def _centred(values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return centred, np.sqrt(variance)[group]
 
 
-def without_rounding(
+def remove_rounding(
     values: Float[np.ndarray, " B"], ids: Int[np.ndarray, " B"], tolerance: float
 ) -> Float[np.ndarray, " B"]:
     """Returns the values; in a group whose std is below the tolerance, their mean."""
@@ -110,13 +110,13 @@ def decoupled_rewards(
     total, size = np.zeros(len(ids)), np.zeros(len(ids))
     for name, weight in weights.items():
         values = np.where(left_out, np.nan, as_rewards(rewards[name]))
-        term = weight * within(values, ids, ids if scale_by_std else None)
+        term = weight * standardise_groups(values, ids, ids if scale_by_std else None)
         total, size = total + term, size + np.abs(term)
     total[np.abs(total) <= TOLERANCE * size] = 0
     return np.where(left_out, np.nan, total)
 
 
-def batch_normalised(
+def normalise_batch(
     values: Float[np.ndarray, " B"], *, scale_by_std: bool = True
 ) -> Float[np.ndarray, " B"]:
     """Returns (S - mean) / std over the whole batch, so that the size of advantages does not grow
@@ -164,10 +164,10 @@ def turn_advantages(
     values, samples = [as_rewards(each) for each in rewards], np.asarray(group_ids)
     lengths = np.array([len(each) for each in values], int)
     ids, flat = np.repeat(samples, lengths), np.concatenate([*values, np.zeros(0)])
-    normal, ends = within(flat, ids, None), np.cumsum(lengths)
+    normal, ends = standardise_groups(flat, ids, None), np.cumsum(lengths)
     if len(penalties):
         ended = lengths > 0
-        normal[ends[ended] - 1] += within(as_rewards(penalties), samples, None)[ended]
+        normal[ends[ended] - 1] += standardise_groups(as_rewards(penalties), samples, None)[ended]
     if scale_by_std:
         _, group = np.unique(ids, return_inverse=True)
         rewarded = np.bincount(group, ~np.isnan(flat))

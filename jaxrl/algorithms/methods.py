@@ -18,24 +18,18 @@ from jax.sharding import Mesh
 
 from jaxrl.algorithms.advantages import opd_advantages
 from jaxrl.algorithms.protocols import Sources
-from jaxrl.algorithms.sampled_batch import credits_turns, prepare_rewarded, refilled
+from jaxrl.algorithms.sampled_batch import credits_turns, prepare_rewarded, refill_batch
 from jaxrl.algorithms.signals import (
     Projection,
     completion_hidden,
     distill_loss,
     entropy_aware_loss,
-    packed,
+    pack_completions,
 )
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import LearnsFrom
-from jaxrl.losses.correction import (
-    CAP,
-    Correction,
-    correct,
-    diagnostics,
-    make_correction,
-)
+from jaxrl.losses.correction import CAP, Correction, correct, diagnostics, make_correction
 from jaxrl.losses.divergence import clamped_gap, masked_sum
 from jaxrl.losses.head import logprobs_and_entropy_from_hidden, logprobs_from_hidden
 from jaxrl.losses.policy import (
@@ -50,7 +44,7 @@ from jaxrl.losses.policy import (
 )
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Routed, balance_loss, expert_load, tokens_of_experts
-from jaxrl.models.packing import Packing, pack
+from jaxrl.models.packing import Packing, pack_sequences
 from jaxrl.models.parameters import Params, head
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.worker import Future
@@ -181,7 +175,7 @@ class Policy(NamedTuple):
     """[V, D]: the LM head in the compute dtype."""
     batch: TrainBatch
     flat: TrainBatch
-    """What losses of single tokens read of it (`signals.packed`)."""
+    """What losses of single tokens read of it (`signals.pack_completions`)."""
     frozen: Frozen
     totals: Totals
 
@@ -193,12 +187,12 @@ BALANCE = "policy/experts_balance"
 def loss_of(config: Config, model: DecoderConfig, mesh: Mesh, terms: Terms) -> Loss:
     """Returns the loss of a micro-batch: its terms, on the policy's hidden states, and where the
     model has experts the term that balances them, with metrics of their routers."""
-    coef = config.student.router_aux_loss_coef
+    coef, model = config.student.router_aux_loss_coef, _trained_model(config, model)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         packing, hidden, routed = _forward(config, model, mesh, params, batch)
         kernel = head(params).astype(config.actor.dtype)
-        flat = packed(packing, batch)
+        flat = pack_completions(packing, batch)
         policy = Policy(packing, hidden, kernel, batch, flat, frozen, totals)
         (total, count), sums, maxima = terms(policy)
         if routed is None:
@@ -234,7 +228,7 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     def divergence(policy: Policy) -> LossParts:
         _, hidden, kernel, _, flat, frozen, _ = policy
         total, count, metrics = distill_loss(projection, hidden, kernel, flat, frozen)
-        sums = {f"distill/{name}": x for name, x in by_row(policy.packing, metrics).items()}
+        sums = {f"distill/{name}": x for name, x in sum_by_row(policy.packing, metrics).items()}
         return (total, count), sums, {}
 
     return loss_of(config, model, mesh, divergence)
@@ -254,12 +248,15 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     return loss_of(config, model, mesh, likelihood)
 
 
+def _trained_model(config: Config, model: DecoderConfig) -> DecoderConfig:
+    return replace(model, reduce_in_float32=config.actor.reduce_dtype == "float32")
+
+
 def _forward(
     config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
 ) -> tuple[Packing, jax.Array, Routed | None]:
     """Returns the packing, the hidden states of its completions, and what the routers did."""
-    packing = pack(batch.sequences, mesh)
-    model = replace(model, reduce_in_float32=config.actor.reduce_dtype == "float32")
+    packing = pack_sequences(batch.sequences, mesh)
     routed: list[Routed] = []
     options: Keywords = {"remat": config.actor.remat, "dtype": jnp.dtype(config.actor.dtype)}
     hidden = completion_hidden(model, params, packing, mesh, routed=routed, **options)
@@ -270,12 +267,13 @@ def tokens_to_balance(
     config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
 ) -> jax.Array:
     """Computes `Totals.of_experts` of a micro-batch: a forward pass without the LM head."""
+    model = _trained_model(config, model)
     packing, _, routed = _forward(config, model, mesh, params, batch)
     assert model.experts is not None and routed is not None
     return tokens_of_experts(model.experts, routed, packing.copies)
 
 
-def configured(config: Config) -> Objective:
+def objective_of(config: Config) -> Objective:
     """Returns the algorithm's own objective, with the changes that `policy.*` makes to it. Raises
     ValueError."""
     p, loss = config.policy, config.spec.loss
@@ -308,7 +306,7 @@ def configured(config: Config) -> Objective:
     return objective
 
 
-def configured_correction(config: Config) -> Correction | None:
+def correction_of(config: Config) -> Correction | None:
     """Returns the off-policy correction that `policy.correction*` and the schedule describe. Raises
     ValueError."""
     p = config.policy
@@ -323,7 +321,7 @@ def configured_correction(config: Config) -> Correction | None:
 
 def objective_notes(config: Config) -> list[str]:
     """Returns what a reader of the config should know."""
-    notes = ratio_notes(configured(config), config.updates_per_batch, config.policy.bypass)
+    notes = ratio_notes(objective_of(config), config.updates_per_batch, config.policy.bypass)
     own = config.spec.minibatches
     if config.actor.minibatches is None and config.minibatches < own:
         notes.insert(
@@ -354,7 +352,7 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
     `policy.opd_coef` adds the gap to the teacher to the advantages, and `policy.correction` weights
     each token's policy loss.
     """
-    objective, correction, p = configured(config), configured_correction(config), config.policy
+    objective, correction, p = objective_of(config), correction_of(config), config.policy
     projection = Projection.of(config, mesh, vocab_size, model)
     options: Keywords = {
         "softcap": model.final_softcap,
@@ -406,11 +404,11 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
         if config.distill_weight > 0:
             total, _, more = distill_loss(projection, hidden, kernel, flat, frozen)
             loss += config.distill_weight * total / totals.tokens
-            sums |= {f"distill/{name}": pair for name, pair in by_row(packing, more).items()}
+            sums |= {f"distill/{name}": pair for name, pair in sum_by_row(packing, more).items()}
         elif p.opd_coef > 0 and config.distill.entropy_aware:
             total, _, more = entropy_aware_loss(projection, hidden, kernel, flat)
             loss += config.policy_weight * p.opd_coef * total / totals.tokens
-            sums |= {f"distill/{name}": pair for name, pair in by_row(packing, more).items()}
+            sums |= {f"distill/{name}": pair for name, pair in sum_by_row(packing, more).items()}
         # The actor divides by the sum of the counts, which is totals.tokens.
         pair = (loss * totals.tokens, batch.sequences.loss_mask.sum(dtype=loss.dtype))
         maxima = {f"policy/{name}": value for name, value in corrected.maxima.items()}
@@ -419,7 +417,7 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
     return evaluate
 
 
-def by_row(packing: Packing, metrics: Sums) -> Sums:
+def sum_by_row(packing: Packing, metrics: Sums) -> Sums:
     """Returns the metrics, with those of each token [X, m] summed into those of each row [B]."""
     rows: Sums = {}
     for name, (total, count) in metrics.items():
@@ -447,7 +445,7 @@ def rewarded_completions(sources: Sources, index: int) -> Future[Rollout]:
     whose completions all have the same reward; the rewards of the batch are then known early."""
     if sources.config.dynamic_sampling != "refill":
         return sources.student_samples(index)
-    rollout, rewards = refilled(sources, index)
+    rollout, rewards = refill_batch(sources, index)
     sources.early_scores[index] = {"reward": [rewards]}
     return rollout
 

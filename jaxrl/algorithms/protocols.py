@@ -241,10 +241,7 @@ class Sources:
         return self.call(role, SamplingRole.sample, self.held_out)
 
     def scores(
-        self,
-        role: str,
-        rollout: Future[Rollout],
-        others: Mapping[str, Sequence[Future[object]]],
+        self, role: str, rollout: Future[Rollout], others: Mapping[str, Sequence[Future[object]]]
     ) -> Sequence[Future[object]]:
         """Asks a role for its scores of a rollout. Returns a future for each of its parts.
 

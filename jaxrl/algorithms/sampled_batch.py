@@ -1,5 +1,5 @@
 """Makes the training batch of algorithms that learn from rewards, from a rollout and its scores:
-rewards, groups, advantages (on the host, in float64). Dynamic sampling fills it (`refilled`).
+rewards, groups, advantages (on the host, in float64). Dynamic sampling fills it (`refill_batch`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 
 from jaxrl.algorithms.advantages import (
     Selection,
-    batch_normalised,
     decoupled_rewards,
     group_advantages,
+    normalise_batch,
+    remove_rounding,
     select_groups,
     turn_advantages,
-    without_rounding,
 )
 from jaxrl.algorithms.protocols import RewardRole, Sources
 from jaxrl.algorithms.similarity import similarity_advantages
@@ -72,7 +72,7 @@ def prepare_rewarded(config: Config) -> Prepare:
         advantages, reported = _advantages(config, rollout, report, rewards, penalties, embedded)
         selection = select_groups(report.task, advantages, rollout.group_ids)
         if penalties:
-            selection = selected(config, rollout, report, embedded)
+            selection = select_learnable(config, rollout, report, embedded)
         metrics |= reported
         for name, n in selection.dropped.items():
             metrics[f"policy/{name}"] = float(n + getattr(rollout.replaced, name))
@@ -149,7 +149,7 @@ def _advantages(
         weights = _weights(config, report) | {name: w for name, (w, _) in penalties.items()}
         parts = {**report.per_reward, **{name: values for name, (_, values) in penalties.items()}}
         summed = decoupled_rewards(parts, weights, rewards, ids, scale_by_std=scaled)
-        return batch_normalised(summed, scale_by_std=scaled), {}
+        return normalise_batch(summed, scale_by_std=scaled), {}
     if policy.advantages == "group" or embedded is None:
         return group_advantages(rewards, ids, scale_by_std=scaled), {}
     extra = len(rewards) - len(embedded.texts)
@@ -170,7 +170,7 @@ def _advantages(
     }
 
 
-def selected(
+def select_learnable(
     config: Config, rollout: Rollout, report: RewardReport, embedded: Embedded | None = None
 ) -> Selection:
     """Selects the groups that teach something, for dynamic sampling of either kind and for the
@@ -191,7 +191,7 @@ def _kl_of_completions(config: Config, rollout: Rollout, reference: np.ndarray) 
     one = kl_in_reward(wrong, jnp.zeros((1, 1)), jnp.ones((1, 1), bool), **options)
     # The errors of tokens are independent: their sum grows with the root of their number.
     tolerance = float(one.item() * np.sqrt(mask.sum(-1).max()))
-    return without_rounding(penalty, rollout.group_ids, tolerance)
+    return remove_rounding(penalty, rollout.group_ids, tolerance)
 
 
 def credits_turns(config: Config) -> bool:
@@ -246,7 +246,7 @@ class _Group:
         return not np.isnan(self.report.task[self.rows]).all()
 
 
-def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[RewardReport]]:
+def refill_batch(sources: Sources, index: int) -> tuple[Future[Rollout], Future[RewardReport]]:
     """Returns the batch and its rewards; waits for both. Dynamic sampling (DAPO, arXiv 2503.14476,
     section 3.2): prompts whose completions have all the same task reward teach nothing, so others
     are sampled in their place, until the batch is full. The driver reads the rewards before the
@@ -284,7 +284,7 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
         b, c = batch.sequences.loss_mask.shape
         narrow = [np.asarray(g.rollout.student_topk)[g.rows, :c] for g in groups]  # then padding
         wide = [np.pad(x, ((0, 0), (0, c - x.shape[1]), (0, 0))) for x in narrow]
-        student_topk = _padded(np.concatenate(wide), b, 0)
+        student_topk = _pad_rows(np.concatenate(wide), b, 0)
     batch = replace(
         batch,
         decode_steps=sum(rollout.decode_steps for rollout in rollouts),
@@ -300,15 +300,17 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
         student_topk=student_topk,
     )
     # Of all that was sampled, including what was replaced; failures and seconds are added up.
-    metrics = reward_stats(_joined(sampled, lambda report: report.rewards), _each_reward(sampled))
+    metrics = reward_stats(
+        _join_groups(sampled, lambda report: report.rewards), _each_reward(sampled)
+    )
     added = [name for name in reports[0].metrics if name not in metrics]
     metrics |= {name: sum(report.metrics[name] for report in reports) for name in added}
     metrics |= {"policy/refills": len(reports) - 1.0, "policy/prompts_replaced": float(len(others))}
     b = len(batch.group_ids)
     merged = RewardReport(
-        _padded(_joined(groups, lambda report: report.rewards), b, np.nan),
-        _padded(_joined(groups, lambda report: report.task), b, np.nan),
-        {name: _padded(values, b, np.nan) for name, values in _each_reward(groups).items()},
+        _pad_rows(_join_groups(groups, lambda report: report.rewards), b, np.nan),
+        _pad_rows(_join_groups(groups, lambda report: report.task), b, np.nan),
+        {name: _pad_rows(values, b, np.nan) for name, values in _each_reward(groups).items()},
         metrics,
         tuple(note for report in reports for note in report.notes),
         tuple(g.report.messages[row] for g in groups for row in g.rows if g.report.messages),
@@ -323,7 +325,7 @@ def _groups(
     config: Config, rollout: Rollout, report: RewardReport
 ) -> tuple[list[_Group], list[_Group]]:
     """Splits the groups into those that teach something and the others."""
-    keep = selected(config, rollout, report).keep
+    keep = select_learnable(config, rollout, report).keep
     sides: tuple[list[_Group], list[_Group]] = ([], [])
     ids = rollout.group_ids[: len(rollout.completions)]
     for group in dict.fromkeys(ids.tolist()):
@@ -336,18 +338,18 @@ def _groups(
 def _each_reward(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
     """Maps the name of each reward to that reward of all completions."""
     return {
-        name: _joined(groups, lambda report, name=name: report.per_reward[name])  # type: ignore[misc]
+        name: _join_groups(groups, lambda report, name=name: report.per_reward[name])  # type: ignore[misc]
         for name in groups[0].report.per_reward
     }
 
 
-def _joined(groups: Sequence[_Group], of: Callable[[RewardReport], np.ndarray]) -> np.ndarray:
+def _join_groups(groups: Sequence[_Group], of: Callable[[RewardReport], np.ndarray]) -> np.ndarray:
     """Returns [n], the array that `of` takes from a report, joined over all completions of the
     groups."""
     return np.concatenate([of(group.report)[group.rows] for group in groups])
 
 
-def _padded(values: np.ndarray, rows: int, fill: float) -> np.ndarray:
+def _pad_rows(values: np.ndarray, rows: int, fill: float) -> np.ndarray:
     """Returns the values of the completions, followed by those of the padding rows."""
     extra = [(0, rows - len(values))] + [(0, 0)] * (values.ndim - 1)
     return np.pad(values, extra, constant_values=fill)

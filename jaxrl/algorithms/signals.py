@@ -36,15 +36,10 @@ from jaxrl.losses.distill import (
     topk_divergence_from_hidden,
 )
 from jaxrl.losses.divergence import EntropyAware, LossSums, sampled_reverse_kl
-from jaxrl.losses.head import (
-    TeacherMixture,
-    logprobs_at,
-    logprobs_from_hidden,
-    topk_from_hidden,
-)
+from jaxrl.losses.head import TeacherMixture, logprobs_at, logprobs_from_hidden, topk_from_hidden
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward_packed
-from jaxrl.models.packing import Packing, pack
+from jaxrl.models.packing import Packing, pack_sequences
 from jaxrl.models.parameters import Params, head
 from jaxrl.process.json_types import Keywords
 from jaxrl.types import (
@@ -133,11 +128,7 @@ def _best(ids: str, logprobs: str, tail: str, k: int) -> dict[str, tuple[str, tu
 
 
 def completion_hidden(
-    model: DecoderConfig,
-    params: Params,
-    packing: Packing,
-    mesh: Mesh,
-    **options: Any,
+    model: DecoderConfig, params: Params, packing: Packing, mesh: Mesh, **options: Any
 ) -> Float[Array, "X m D"]:
     """Computes the hidden states that predict the tokens of the completions. This is the only place
     that shifts by one token. The options are those of `forward_packed`."""
@@ -156,7 +147,7 @@ def completion_logprobs(
 ) -> Float[Array, "B C"]:
     """Computes the log-prob of each completion token in float32, in nats, at the temperature of
     sampling."""
-    packing = pack(sequences, mesh)
+    packing = pack_sequences(sequences, mesh)
     hidden = completion_hidden(model, params, packing, mesh)
     tokens = packing.completions.pack(completion_tokens(sequences))
     options: Keywords = {"chunk": chunk, "mesh": mesh, "softcap": model.final_softcap}
@@ -171,7 +162,7 @@ def completion_tokens(sequences: Sequences) -> Int[Array, "B C"]:
     return sequences.tokens[:, sequences.tokens.shape[1] - sequences.loss_mask.shape[1] :]
 
 
-def packed(packing: Packing, batch: TrainBatch) -> TrainBatch:
+def pack_completions(packing: Packing, batch: TrainBatch) -> TrainBatch:
     """Returns what the losses of single tokens read from a batch, as streams [X, m, ...]: of its
     sequences the completions, without their prompts."""
     tokens, trained = completion_tokens(batch.sequences), batch.sequences.loss_mask
@@ -183,7 +174,7 @@ def packed(packing: Packing, batch: TrainBatch) -> TrainBatch:
     )
 
 
-def score(
+def score_completions(
     p: Projection,
     model: DecoderConfig,
     params: Params,
@@ -200,11 +191,11 @@ def score(
         alignment, outcomes: of a teacher with another tokenizer, whose tokens `sequences` are; the
             signal is then at the student's (`losses.token_spans`).
     """
-    packing = pack(sequences, p.mesh)
+    packing = pack_sequences(sequences, p.mesh)
     hidden, kernel = completion_hidden(model, params, packing, p.mesh), head(params)
     if alignment is not None and outcomes is not None:
         d, options = p.distill, p.options | {"softcap": model.final_softcap}
-        sent = token_spans.teacher_signal(
+        sent = token_spans.aligned_signal(
             hidden,
             kernel,
             packing.completions.pack(completion_tokens(sequences)),
@@ -236,14 +227,14 @@ def mixture_signal(
     if p.distill.signal == "hidden":
         return HiddenSignal(jnp.concatenate(hidden, -1))
     assert p.mixture is not None and kernels is not None
-    packing = pack(sequences, p.mesh)
+    packing = pack_sequences(sequences, p.mesh)
     shares = jnp.repeat(weights[:, None], sequences.loss_mask.shape[1], 1)
     streams, shares = jax.tree.map(packing.completions.pack, (tuple(hidden), shares))
     mixture = TeacherMixture(p.mixture, shares)
     return _unpacked(p, packing, streams, tuple(kernels), sequences, ids, mixture, softcaps)
 
 
-def merged_signal(
+def merge_signal(
     so_far: TeacherSignal | None, signal: TeacherSignal, rows: Bool[Array, " B"], width: int
 ) -> TeacherSignal:
     """Puts the signal of one of several teachers in its rows of the signal so far.
@@ -274,7 +265,7 @@ def _unpacked(
     mixture: TeacherMixture | None,
     softcap: Softcap | Sequence[Softcap],
 ) -> TeacherSignal:
-    completions = packed(packing, TrainBatch(sequences)).sequences
+    completions = pack_completions(packing, TrainBatch(sequences)).sequences
     asked = jax.tree.map(packing.completions.pack, ids)
     streams = teacher_signal(p, hidden, kernel, completions, asked, mixture, softcap)
     signal: TeacherSignal = jax.tree.map(packing.completions.unpack, streams)
@@ -294,7 +285,7 @@ def teacher_signal(
     softcap: Softcap | Sequence[Softcap] = None,
 ) -> TeacherSignal:
     """Computes what `distill.signal` asks for, of hidden states and a head. Arguments as of
-    `score`; of a mixture, hidden states, head and softcap of each teacher."""
+    `score_completions`; of a mixture, hidden states, head and softcap of each teacher."""
     if p.distill.signal == "hidden":
         return HiddenSignal(hidden)
     teachers = hidden, kernel
@@ -337,7 +328,7 @@ def distill_loss(
     """
     d, signal, mask = p.distill, batch.teacher, batch.sequences.loss_mask
     if isinstance(signal, AlignedSignal):
-        return token_spans.loss(
+        return token_spans.span_loss(
             hidden,
             kernel,
             completion_tokens(batch.sequences),
@@ -434,7 +425,7 @@ def policy_topk(
 ) -> Int[Array, "B C K"]:
     """Returns the policy's most probable tokens, for which the signal `student_topk` sends
     log-probs."""
-    packing = pack(sequences, p.mesh)
+    packing = pack_sequences(sequences, p.mesh)
     hidden = completion_hidden(model, params, packing, p.mesh)
     options = p.options | {"softcap": model.final_softcap}
     best = topk_from_hidden(hidden, head(params), p.distill.top_k, **options)
@@ -452,7 +443,7 @@ def teacher_weights(config: Config, rollout: Rollout) -> np.ndarray | None:
     return weights
 
 
-def with_weights(
+def add_teacher_weights(
     config: Config, rollout: Rollout, batch: TrainBatch
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Returns the training batch of a rollout with the weights of several teachers, and the tokens
@@ -506,7 +497,7 @@ def row_weights(config: Config, columns: Mapping[str, object], where: str) -> tu
     return tuple(share / sum(shares) for share in shares)
 
 
-def by_teacher(config: Config, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+def prompts_by_teacher(config: Config, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
     """Returns name -> positions of the prompts that learn from this teacher alone."""
     names = tuple(config.teachers)
     chosen = [names[int(np.argmax(prompt_weights(config, prompt)))] for prompt in prompts]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxrl.algorithms.advantages import group_advantages, within
+from jaxrl.algorithms.advantages import group_advantages, standardise_groups
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.errors import RunError, UserError, unknown
 from jaxrl.rewards.batch_rewards import Rewards, as_rewards
@@ -59,7 +59,7 @@ def similarities(embeddings: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N N
     return (s + s.T) / 2
 
 
-def cluster(
+def cluster_samples(
     embeddings: Float[np.ndarray, "N D"],
     *,
     method: str = "agglomerative_silhouette",
@@ -83,7 +83,7 @@ def cluster(
     labels = np.empty(len(order), int)
     if len(order):
         labels[order] = METHODS[method](similarities(embeddings[order]), **options)
-    return _renumbered(labels)
+    return _renumber(labels)
 
 
 def agglomerative_silhouette(
@@ -180,7 +180,7 @@ METHODS: Mapping[str, Callable[..., np.ndarray]] = {
 }
 
 
-def _renumbered(labels: np.ndarray) -> np.ndarray:
+def _renumber(labels: np.ndarray) -> np.ndarray:
     """Renumbers the labels 0, 1, ... in order of first appearance."""
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     rank = np.empty(len(first), int)
@@ -249,7 +249,7 @@ def similarity_advantages(
         found = np.arange(len(rows))
         if answered.any():
             found[answered] = len(rows) + METHODS[o.method](similarity[both], **settings)
-        found = _renumbered(found)
+        found = _renumber(found)
         if shape is not None:
             penalties = values[rows] - earned[rows]
             shaped[rows] = shape(earned[rows], found, similarity, o) + penalties
@@ -258,7 +258,7 @@ def similarity_advantages(
         if 2 <= counts[-1] < len(rows):
             scores.append(silhouette(1 - similarity, found))
     prompts = np.where(labels < 0, -1, ids)
-    advantages = ADVANTAGES.get(o.use, _of_prompt)(shaped, labels, prompts, o)
+    advantages = ADVANTAGES.get(o.use, _prompt_advantages)(shaped, labels, prompts, o)
     placed = np.flatnonzero(labels >= 0).tolist()
     unfinished = 0 if texts is None else sum(texts[i] is None for i in placed)
     _, size = np.unique(labels[labels >= 0], return_counts=True)
@@ -274,26 +274,26 @@ def similarity_advantages(
     return Grouped(advantages, labels, metrics)
 
 
-def _of_prompt(values: Array, labels: Array, prompts: Array, o: GrouperConfig) -> Array:
+def _prompt_advantages(values: Array, labels: Array, prompts: Array, o: GrouperConfig) -> Array:
     return group_advantages(values, prompts, scale_by_std=o.std_scope != "none")
 
 
-def _of_cluster(values: Array, labels: Array, prompts: Array, o: GrouperConfig) -> Array:
+def _cluster_advantages(values: Array, labels: Array, prompts: Array, o: GrouperConfig) -> Array:
     scopes = {"cluster": labels, "prompt": prompts, "none": None}
-    return within(values, labels, scopes[o.std_scope])
+    return standardise_groups(values, labels, scopes[o.std_scope])
 
 
 def _blend(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig) -> Array:
     """Returns alpha times the cluster's advantage plus 1 - alpha times the prompt's (Stratified
     GRPO, arXiv 2510.06214)."""
-    inside = _of_cluster(values, labels, prompts, o)
-    return o.alpha * inside + (1 - o.alpha) * _of_prompt(values, labels, prompts, o)
+    inside = _cluster_advantages(values, labels, prompts, o)
+    return o.alpha * inside + (1 - o.alpha) * _prompt_advantages(values, labels, prompts, o)
 
 
 def _size_weight(values: Array, labels: Array, prompts: Array, o: GrouperConfig) -> Array:
     """Returns |c|^-alpha times the prompt's advantage (arXiv 2601.08763)."""
     _, inverse, size = np.unique(labels, return_inverse=True, return_counts=True)
-    return size[inverse] ** -o.alpha * _of_prompt(values, labels, prompts, o)
+    return size[inverse] ** -o.alpha * _prompt_advantages(values, labels, prompts, o)
 
 
 def _distinct(values: Array, labels: Array, similarity: Array, o: GrouperConfig) -> Array:
@@ -344,7 +344,7 @@ SHAPES: Mapping[str, Callable[[Array, Array, Array, GrouperConfig], Array]] = {
 }
 """Uses that change the rewards of one prompt: (rewards, clusters, similarities, options)."""
 ADVANTAGES: Mapping[str, Callable[[Array, Array, Array, GrouperConfig], Array]] = {
-    "subgroup": _of_cluster,
+    "subgroup": _cluster_advantages,
     "blend": _blend,
     "size_weight": _size_weight,
 }

@@ -122,7 +122,7 @@ class RunConfig(Section):
     """Workers as threads of this process (local) or as Ray processes (ray). auto: ray where a
     cluster is named (`ray.address`, RAY_ADDRESS) or this host has too few accelerators."""
     algorithm: Annotated[
-        str, Field(description=algorithm_table.described()), AfterValidator(_algorithm)
+        str, Field(description=algorithm_table.describe_algorithms()), AfterValidator(_algorithm)
     ] = algorithm_table.DEFAULT
     policy_weight: NonNegative = 1.0
     """Weight of the policy loss in algorithms that learn from rewards."""

@@ -110,7 +110,7 @@ def _first_layer(
         if not isinstance(params["layers"], list):
             params = parameters.unstack(params)
         outputs: list[Array] = []
-        with decoder.watched(outputs):
+        with decoder.watch_layers(outputs):
             hidden, _ = decoder.prefill(config, params, tokens, mask, mesh=mesh)
         outputs += [hidden, decoder.logits(config, params, hidden)]
         return [jnp.isfinite(x).all() for x in outputs]

@@ -26,7 +26,13 @@ from jaxrl.models.bert import FAMILIES as ENCODERS
 from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import EMBEDDING, HEAD, DecoderConfig
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.lora import Quantisation, block_size, dequantise, packed, quantise
+from jaxrl.models.lora import (
+    Quantisation,
+    dequantise,
+    numbers_per_code,
+    quantisation_block,
+    quantise,
+)
 from jaxrl.models.parameters import (
     Layout,
     Params,
@@ -182,7 +188,7 @@ def rounded(tensors: Tensors, kind: Quantisation, name: str, index: Index) -> np
     rows, columns = index
     shape = tensors.shape(name)
     assert shape is not None
-    block = block_size(shape[1])
+    block = quantisation_block(shape[1])
     first = columns.start // block * block
     box = tensors.read(name, (rows, slice(first, -(-columns.stop // block) * block)))
     with _on_cpu():
@@ -502,7 +508,7 @@ def _read_quantised(
 ) -> tuple[jax.Array, ...]:
     """Returns the codes and the scales of a kernel, which is read and quantised one layer's, or one
     expert's, at a time."""
-    each = packed(kind)
+    each = numbers_per_code(kind)
     block = codes.shape[-2] * each // scale.shape[-2]
 
     def read(index: Index) -> tuple[np.ndarray, ...]:

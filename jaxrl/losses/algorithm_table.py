@@ -228,7 +228,7 @@ def find_algorithm(name: str) -> AlgorithmSpec:
     return found
 
 
-def described() -> str:
+def describe_algorithms() -> str:
     """Describes what the config's key `algorithm` takes."""
     of: dict[str, list[str]] = {}
     for name, spec in ALGORITHMS.items():

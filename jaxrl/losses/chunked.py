@@ -4,16 +4,15 @@ time, so that no array [B, C, V] ever exists.
 A `Term` computes a loss on the logits of some tokens, and the gradient of that loss with respect to
 these logits. This file runs a term over all tokens, on one device or a mesh:
 
-- `measure` runs forward only. On a mesh the head is gathered once, before the loop.
-- `fused` computes values and gradients in one scan over chunks of tokens: a matrix product with
-  each head, and two for the gradients. It sums the head's gradient in a float32 array of the head's
-  size.
-- `tiled` computes gradients only, from what `measure` saved, in one loop over tiles of the
+- `token_stats` runs forward only. On a mesh the head is gathered once, before the loop.
+- `fused_gradients` computes values and gradients in one scan over chunks of tokens, with four
+  products with a head, and sums the head's gradient in a float32 array of the head's size.
+- `tiled_gradients` computes gradients from what `token_stats` saved, in one loop over tiles of the
   *vocabulary*, each with all tokens. It computes the logits a second time, but each tile of the
   head's gradient is complete when it is written, so that it needs no float32 accumulator.
 
-`loss_values` is the differentiable function: it uses `fused` or, if the `ShardedTerm` is `lean`,
-`measure` and `tiled`.
+`loss_values` is differentiable: by `fused_gradients` or, where the `ShardedTerm` is `lean`, by
+`token_stats` and `tiled_gradients`.
 
 Rows are split over the axes `ROWS` and their tokens over "context", the vocabulary over "tensor",
 and a head's width over ("fsdp", "context") where these divide it, as in
@@ -180,7 +179,7 @@ class VocabShard:
         return jnp.where((local >= 0) & (local < self.size), local, self.size)
 
 
-def with_tail(
+def add_tail(
     z: Float[Array, "n size"], normaliser: Normaliser, ids: Int[Array, "n K"], columns: VocabShard
 ) -> tuple[Float[Array, "n K+1"], Normaliser]:
     """Computes the log-probs of the K ids and, last, of all others together; and the normaliser of
@@ -199,7 +198,7 @@ def spread_tail(
     columns: VocabShard,
 ) -> Float[Array, "n size"]:
     """Computes the gradient with respect to the logits from `gradient`, the one with respect to the
-    logits of `with_tail`'s outcomes.
+    logits of `add_tail`'s outcomes.
 
     A listed token takes its own; the others share the tail's by their probability within the tail.
     """
@@ -332,8 +331,8 @@ def shard_inputs(
     v: int | None = None,
     lean: bool = False,
 ) -> tuple[ShardedTerm, Array, Array, FrozenInputs]:
-    """Returns the arguments of `loss_values` and `measure`: the term over the first V = min(rows of
-    the heads, `v`) ids, and its inputs with sizes that the mesh divides.
+    """Returns the arguments of `loss_values` and `token_stats`: the term over the first
+    V = min(rows of the heads, `v`) ids, and its inputs with sizes that the mesh divides.
 
     Args:
         models: (hidden states [B, C, D], head [V, D]) of the model that the term is about, to which
@@ -402,7 +401,7 @@ def shard_inputs(
     return sharded, hidden, head, jax.lax.stop_gradient(given)
 
 
-def measure(
+def token_stats(
     sharded: ShardedTerm,
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
@@ -423,7 +422,7 @@ def measure(
     return sharded.on_mesh(body, "token", hidden, head, given)
 
 
-def fused(
+def fused_gradients(
     sharded: ShardedTerm,
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
@@ -444,7 +443,7 @@ def fused(
             values, saved = sharded.term.measure(z, tokens, columns)
             # Else a GPU writes out what both compute of each logit: 4 more passes over them.
             z, tokens = jax.lax.optimization_barrier((z, tokens))
-            dz = _kept(sharded.term.gradient(z, tokens, saved, columns), z, given)
+            dz = _product_gradient(sharded.term.gradient(z, tokens, saved, columns), z, given)
             dz = dz.astype(hidden.dtype)
             d_rows = d_rows + _product(dz, hidden, OVER_TOKENS)
             return d_rows, (values, _product(dz, own, OVER_VOCABULARY))
@@ -458,7 +457,7 @@ def fused(
     return sharded.on_mesh(body, ("token", "token", "head"), hidden, head, given)
 
 
-def tiled(
+def tiled_gradients(
     sharded: ShardedTerm,
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
@@ -466,7 +465,7 @@ def tiled(
     saved: PerToken,
 ) -> tuple[Float[Array, "B C D"], Float[Array, "V D"]]:
     """Computes the gradients of the loss's masked sum with respect to hidden and head, from what
-    `measure` saved ([B, C, ...])."""
+    `token_stats` saved ([B, C, ...])."""
 
     def body(
         hidden: Array, head: Array, given: FrozenInputs, saved: PerToken
@@ -496,7 +495,7 @@ def tiled(
             )
             tile = replace(columns, start=columns.start + first, size=size, axes=())
             z, tokens = _logits(flat, rows, given, tile)
-            dz = _kept(sharded.term.gradient(z, tokens, saved, tile), z, given)
+            dz = _product_gradient(sharded.term.gradient(z, tokens, saved, tile), z, given)
             dz = jnp.where((first + jnp.arange(size) >= i * size)[None, :], dz, 0)
             dz = dz.astype(flat.dtype)
             d_tile = sharded.reduce_head(_product(dz, flat, OVER_TOKENS), head.shape[1])
@@ -524,7 +523,7 @@ def loss_values(
 ) -> tuple[Float[Array, ""], PerToken]:
     """Returns (masked sum of the loss, values per token [B, C, ...]). Only the sum is
     differentiable."""
-    values = measure(sharded, hidden, head, given).values
+    values = token_stats(sharded, hidden, head, given).values
     return jnp.where(given.mask, values["loss"], 0).sum(), values
 
 
@@ -533,17 +532,17 @@ def _loss_forward(
 ) -> tuple[tuple[Array, PerToken], Tree]:
     kept: Tree
     if sharded.lean:
-        values, saved = measure(sharded, hidden, head, given)
+        values, saved = token_stats(sharded, hidden, head, given)
         kept = hidden, head, given, saved
     else:
-        values, *kept = fused(sharded, hidden, head, given)
+        values, *kept = fused_gradients(sharded, hidden, head, given)
     return (jnp.where(given.mask, values["loss"], 0).sum(), values), kept
 
 
 def _loss_backward(
     sharded: ShardedTerm, kept: Tree, cotangents: tuple[Array, PerToken]
 ) -> tuple[Array, Array, None]:
-    gradients = tiled(sharded, *kept) if sharded.lean else kept
+    gradients = tiled_gradients(sharded, *kept) if sharded.lean else kept
     d_hidden, d_head = ((x.astype(jnp.float32) * cotangents[0]).astype(x.dtype) for x in gradients)
     return d_hidden, d_head, None
 
@@ -591,7 +590,7 @@ def _logits(
     return z, tokens | {"teacher_z": teacher_z}
 
 
-def _kept(
+def _product_gradient(
     dz: Float[Array, "n size"], z: Float[Array, "n size"], given: FrozenInputs
 ) -> Float[Array, "n size"]:
     """Converts the gradient with respect to the logits `z` over the temperature to the one with

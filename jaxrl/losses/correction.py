@@ -29,8 +29,8 @@ from jaxrl.errors import unknown
 from jaxrl.losses.policy import (
     MAX_LOG_RATIO,
     finite_exp,
-    kept,
     kl_estimates,
+    masked_values,
     mean_over_tokens,
     token_metric,
 )
@@ -186,7 +186,9 @@ def correct(
         Maxima: mismatch_max_log_ratio (nats). `diagnostics` makes the figures of a batch of them.
     """
     mask = jnp.asarray(mask).astype(bool)
-    old, sampler = (jax.lax.stop_gradient(kept(x, mask)) for x in (old_logprobs, sampler_logprobs))
+    old, sampler = (
+        jax.lax.stop_gradient(masked_values(x, mask)) for x in (old_logprobs, sampler_logprobs)
+    )
     gap = old - sampler
     log_rho = jnp.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     rho = finite_exp(log_rho)

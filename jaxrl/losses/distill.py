@@ -36,10 +36,10 @@ from jaxrl.losses.chunked import (
     Term,
     TokenStats,
     VocabShard,
+    add_tail,
     loss_values,
     shard_inputs,
     spread_tail,
-    with_tail,
 )
 from jaxrl.losses.divergence import (
     MIN,
@@ -49,7 +49,7 @@ from jaxrl.losses.divergence import (
     logits_gradient,
     masked_sum,
 )
-from jaxrl.losses.head import TeacherMixture, mixed, normalisers
+from jaxrl.losses.head import TeacherMixture, mixture_logits, normalisers
 from jaxrl.types import Array
 
 
@@ -248,8 +248,8 @@ class FullDivergence(Term):
                 f"the vocabulary has {columns.vocab} tokens: 1 to {columns.vocab}"
             )
         _, ids = columns.topk(teacher_z, term.top_k)
-        listed, others = with_tail(z, normaliser, ids, columns)
-        wanted, _ = with_tail(teacher_z, teacher_normaliser, ids, theirs)
+        listed, others = add_tail(z, normaliser, ids, columns)
+        wanted, _ = add_tail(teacher_z, teacher_normaliser, ids, theirs)
         divergence, centre = generalised_jsd(listed, wanted, beta=0)
         gate = values["teacher_entropy"] >= term.threshold
         weight = jnp.where(gate, term.coef, 0.0)
@@ -274,7 +274,7 @@ class FullDivergence(Term):
         if self.mixture is None:
             return tokens["teacher_z"][0], columns
         given = tokens["teacher_z"], tokens["weights"], saved["teachers"]
-        return mixed(self.mixture, *given, columns)
+        return mixture_logits(self.mixture, *given, columns)
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class TopKDivergence(Term):
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         ids, normaliser = tokens["ids"], columns.normaliser(z)
-        student, others = with_tail(z, normaliser, ids, columns)
+        student, others = add_tail(z, normaliser, ids, columns)
         teacher = jnp.concatenate([tokens["logprobs"], tokens["tail"][:, None]], -1)
         teacher = jnp.maximum(teacher.astype(jnp.float32), MIN)
         divergence, centre = generalised_jsd(student, teacher, self.beta)

@@ -37,10 +37,10 @@ from jaxrl.losses.chunked import (
     Term,
     TokenStats,
     VocabShard,
-    measure,
+    add_tail,
     shard_inputs,
-    tiled,
-    with_tail,
+    tiled_gradients,
+    token_stats,
 )
 from jaxrl.losses.divergence import MIN
 from jaxrl.losses.normaliser import Normaliser
@@ -59,8 +59,8 @@ class TeacherMixture(NamedTuple):
 
 
 def normalisers(kind: MixtureKind, logits: Logits, columns: VocabShard) -> Normaliser:
-    """Returns what `mixed` needs to know of the whole vocabulary: the normaliser [n, K] of each
-    teacher's logits; for the kind geometric, to which constants do not matter, a log_sum of 0."""
+    """Computes the normalisers [n, K] of teachers' logits over the whole vocabulary; of the kind
+    geometric, to which constants do not matter, with a log_sum of 0."""
     if kind == "arithmetic":
         each = [columns.normaliser(z) for z in logits]
     else:
@@ -69,7 +69,7 @@ def normalisers(kind: MixtureKind, logits: Logits, columns: VocabShard) -> Norma
     return Normaliser(*(jnp.stack(parts, -1) for parts in zip(*each, strict=True)))
 
 
-def mixed(
+def mixture_logits(
     kind: MixtureKind,
     logits: Logits,
     weights: Float[Array, "n K"],
@@ -114,7 +114,7 @@ def log_mixture(
 
 
 @dataclass(frozen=True)
-class OfMixture(Term):
+class MixtureTerm(Term):
     """A term, without a gradient, on the logits of a mixture. The first teacher's logits are `z`,
     the others' are "teacher_z", and the weights are among the tokens as "weights"."""
 
@@ -124,7 +124,7 @@ class OfMixture(Term):
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         logits = (z, *tokens.get("teacher_z", ()))
         given = normalisers(self.kind, logits, columns)
-        both, columns = mixed(self.kind, logits, tokens["weights"], given, columns)
+        both, columns = mixture_logits(self.kind, logits, tokens["weights"], given, columns)
         return self.term.measure(both, tokens, columns)
 
 
@@ -248,7 +248,7 @@ class TopKTerm(Term):
             )
         normaliser = columns.normaliser(z)
         _, ids = columns.topk(z, self.k)
-        outcomes, _ = with_tail(z, normaliser, ids, columns)
+        outcomes, _ = add_tail(z, normaliser, ids, columns)
         values = {"ids": ids, "logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}
         return TokenStats(values | {"entropy": columns.entropy(z, normaliser)}, {})
 
@@ -256,7 +256,7 @@ class TopKTerm(Term):
 @dataclass(frozen=True)
 class _AtIds(Term):
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        outcomes, _ = with_tail(z, columns.normaliser(z), tokens["ids"], columns)
+        outcomes, _ = add_tail(z, columns.normaliser(z), tokens["ids"], columns)
         return TokenStats({"logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}, {})
 
 
@@ -264,13 +264,13 @@ class _AtIds(Term):
 def _token_values(
     sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
 ) -> PerToken:
-    return measure(sharded, hidden, head, given).values
+    return token_stats(sharded, hidden, head, given).values
 
 
 def _token_forward(
     sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
 ) -> tuple[PerToken, Tree]:
-    values, saved = measure(sharded, hidden, head, given)
+    values, saved = token_stats(sharded, hidden, head, given)
     return values, (hidden, head, given, saved)
 
 
@@ -279,7 +279,7 @@ def _token_backward(
 ) -> tuple[Array, Array, None]:
     hidden, head, given, saved = kept
     tokens = given.tokens | {f"d_{name}": value for name, value in cotangents.items()}
-    return *tiled(sharded, hidden, head, given._replace(tokens=tokens), saved), None
+    return *tiled_gradients(sharded, hidden, head, given._replace(tokens=tokens), saved), None
 
 
 _token_values.defvjp(_token_forward, _token_backward)
@@ -325,7 +325,7 @@ def term_values(
         models = list(zip(hidden, head, strict=True))
     models = jax.lax.stop_gradient(models)
     if mixture is not None:
-        term, tokens = OfMixture(term, mixture.kind), tokens | {"weights": mixture.weights}
-    values = measure(*shard_inputs(term, models, None, tokens, outcomes, **options)).values
+        term, tokens = MixtureTerm(term, mixture.kind), tokens | {"weights": mixture.weights}
+    values = token_stats(*shard_inputs(term, models, None, tokens, outcomes, **options)).values
     b, c = models[0][0].shape[:2]
     return jax.tree.map(lambda x: x[:b, :c], values)

@@ -44,7 +44,7 @@ Aggregation = Callable[[Array, Array], SumCount]
 """(values [B, T], mask [B, T]) -> (sum, count)."""
 
 
-def kept(x: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+def masked_values(x: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Returns `x` where the mask holds, else 0, in float32 or wider.
 
     Finite also where x is -inf. Selecting before any arithmetic is what keeps gradients finite: 0
@@ -133,32 +133,32 @@ class TermOutput(NamedTuple):
 
 Level = Callable[[Float[Array, "B T"], Tokens], Float[Array, "B T"]]
 """(log-ratio of each token, tokens) -> log-ratio at some level, at every token."""
-Term = Callable[[Tokens, Level], TermOutput]
+PolicyTerm = Callable[[Tokens, Level], TermOutput]
 """What is maximised at each token: `Clipped`, `Capped`, `Soft`, `LogClipped` or one's own."""
 
 
-def _of_token(log_ratio: Array, tokens: Tokens) -> Array:
+def _token_level(log_ratio: Array, tokens: Tokens) -> Array:
     """Returns log r_t = d_t, where r_t = pi(y_t) / pi_old(y_t)."""
     return log_ratio
 
 
-def _of_sequence(log_ratio: Array, tokens: Tokens) -> Array:
+def _sequence_level(log_ratio: Array, tokens: Tokens) -> Array:
     """Returns log s = mean_t d_t, the same at every token (GSPO, arXiv 2507.18071)."""
     mean = mean_over_tokens(log_ratio, tokens.mask)
     return jnp.broadcast_to(mean[:, None], log_ratio.shape)
 
 
-def _of_sequence_by_token(log_ratio: Array, tokens: Tokens) -> Array:
+def _sequence_token_level(log_ratio: Array, tokens: Tokens) -> Array:
     """Returns log s_t, where s_t = sg(s) pi_t / sg(pi_t): the value of log s with the gradient of
     the token's log-prob (GSPO-token)."""
-    fixed = jax.lax.stop_gradient(_of_sequence(log_ratio, tokens))
+    fixed = jax.lax.stop_gradient(_sequence_level(log_ratio, tokens))
     return fixed + tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
 
 
 RATIOS: Mapping[str, Level] = {
-    "token": _of_token,
-    "sequence": _of_sequence,
-    "sequence_token": _of_sequence_by_token,
+    "token": _token_level,
+    "sequence": _sequence_level,
+    "sequence_token": _sequence_token_level,
 }
 
 
@@ -271,7 +271,7 @@ def _check(allowed: bool, name: str, value: float, limit: str) -> None:
 class Objective:
     """What a policy update maximises."""
 
-    term: Term
+    term: PolicyTerm
     ratio: str
     """A name of `RATIOS`."""
     aggregation: Aggregation
@@ -281,7 +281,7 @@ class Objective:
             raise unknown("ratio level", self.ratio, RATIOS)
 
 
-TERMS: Mapping[str, Callable[..., Term]] = {
+TERMS: Mapping[str, Callable[..., PolicyTerm]] = {
     "clipped": Clipped,
     "capped": Capped,
     "soft": Soft,
@@ -393,12 +393,12 @@ def policy_loss(
             "advantages have one value per token, and the ratio is one of whole sequences: use "
             "gspo_token (ratio level sequence_token), or one advantage per sequence"
         )
-    logprobs = kept(logprobs, mask)
-    old_logprobs = jax.lax.stop_gradient(kept(old_logprobs, mask))
+    logprobs = masked_values(logprobs, mask)
+    old_logprobs = jax.lax.stop_gradient(masked_values(old_logprobs, mask))
     advantages = jnp.asarray(advantages)
     if advantages.ndim == 1:
         advantages = jnp.broadcast_to(advantages[:, None], mask.shape)
-    advantages = jax.lax.stop_gradient(kept(advantages, mask))
+    advantages = jax.lax.stop_gradient(masked_values(advantages, mask))
     tokens = Tokens(logprobs, logprobs - old_logprobs, advantages, mask)
     terms = objective.term(tokens, RATIOS[objective.ratio])
     value = terms.value
@@ -406,7 +406,7 @@ def policy_loss(
         weights = jnp.asarray(weights)
         if weights.ndim == 1:
             weights = jnp.broadcast_to(weights[:, None], mask.shape)
-        value = value * jax.lax.stop_gradient(kept(weights, mask))
+        value = value * jax.lax.stop_gradient(masked_values(weights, mask))
     total, count = objective.aggregation(-value, mask)
     clipped = (terms.below | terms.above) & mask
     sequences = (clipped.any(-1).astype(jnp.float32).sum(), mask.any(-1).astype(jnp.float32).sum())
@@ -429,7 +429,7 @@ def entropy_term(
     """Computes -H, aggregated as in the policy loss, of the policy's entropy at each position, in
     nats: times a coefficient above 0, a bonus for entropy."""
     mask = jnp.asarray(mask).astype(bool)
-    return aggregation(-kept(entropy, mask), mask)
+    return aggregation(-masked_values(entropy, mask), mask)
 
 
 def kl_estimates(
@@ -473,7 +473,7 @@ def kl_term(
     if estimator not in ("k2", "k3"):
         raise unknown("KL estimator", estimator, ("k2", "k3"))
     mask = jnp.asarray(mask).astype(bool)
-    d = kept(logprobs, mask) - jax.lax.stop_gradient(kept(ref_logprobs, mask))
+    d = masked_values(logprobs, mask) - jax.lax.stop_gradient(masked_values(ref_logprobs, mask))
     d = jnp.clip(d, -MAX_GAP, MAX_GAP)  # so that exp(-d) stays finite
     values = kl_estimates(d, jnp.zeros_like(d))
     total, count = aggregation(values[estimator], mask)
@@ -497,7 +497,9 @@ def kl_in_reward(
         logprobs: under the policy that sampled or the one at the start of the batch.
     """
     mask = jnp.asarray(mask).astype(bool)
-    d = jnp.clip(kept(logprobs, mask) - kept(ref_logprobs, mask), -MAX_GAP, MAX_GAP)
+    d = jnp.clip(
+        masked_values(logprobs, mask) - masked_values(ref_logprobs, mask), -MAX_GAP, MAX_GAP
+    )
     estimates = kl_estimates(d, jnp.zeros_like(d))
     if estimator not in estimates:
         raise unknown("KL estimator", estimator, estimates)

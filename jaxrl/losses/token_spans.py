@@ -42,13 +42,7 @@ from jaxrl.losses.chunked import (
     VocabShard,
 )
 from jaxrl.losses.distill import FullDivergence, TopKDivergence, divergence_sums
-from jaxrl.losses.divergence import (
-    MIN,
-    LossSums,
-    clamped_gap,
-    masked_sum,
-    sampled_reverse_kl,
-)
+from jaxrl.losses.divergence import MIN, LossSums, clamped_gap, masked_sum, sampled_reverse_kl
 from jaxrl.losses.head import TopKTerm, logprobs_from_hidden, term_values, token_values
 from jaxrl.types import Aligned, AlignedSignal, Array, Sums, TokenAlignment
 
@@ -72,7 +66,7 @@ class Outcomes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OverOutcomes(Term):
+class OutcomeTerm(Term):
     """A term over outcomes: each one's logit is the logsumexp of the logits of its tokens, at the
     temperature, less the largest of all tokens."""
 
@@ -145,7 +139,7 @@ def span_sums(values: Float[Array, "B C"], starts: Bool[Array, "B C"]) -> Float[
     return jnp.take_along_axis(jax.vmap(segments)(values, numbers), numbers, -1)
 
 
-def teacher_signal(
+def aligned_signal(
     hidden: Float[Array, "B C Dt"],
     head: Float[Array, "Vt Dt"],
     tokens: Int[Array, "B C"],
@@ -168,7 +162,7 @@ def teacher_signal(
         return replace(sent, hidden=hidden)
     if signal == "sampled":
         return sent
-    term = OverOutcomes(TopKTerm(top_k), outcomes.size)
+    term = OutcomeTerm(TopKTerm(top_k), outcomes.size)
     best = term_values(term, hidden, head, {}, outcomes=(outcomes.teacher, None), **options)
     return replace(
         sent, topk_ids=best["ids"], topk_logprobs=best["logprobs"], tail_logprob=best["tail"]
@@ -189,7 +183,7 @@ def at_student_tokens(sent: AlignedSignal, alignment: TokenAlignment) -> Aligned
     return replace(gathered, kinds=alignment.kinds, sizes=alignment.sizes)
 
 
-def loss(
+def span_loss(
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
     tokens: Int[Array, "B C"],
@@ -238,7 +232,7 @@ def loss(
             logprobs, tail = sent.topk_logprobs, sent.tail_logprob
             given = {"ids": sent.topk_ids, "logprobs": logprobs, "tail": tail}
         total, _, metrics = divergence_sums(
-            OverOutcomes(term, outcomes.size),
+            OutcomeTerm(term, outcomes.size),
             [(hidden, head), *teachers],
             mask & begins,
             given,

@@ -53,10 +53,13 @@ def attender(
     assert causal or window is None, "a window of what lies before a token"
     if kernel == "cudnn":
         assert behind == 0, "cuDNN's causal mask starts at the first key"
-        run, lengths = partial(cudnn.attend, causal=causal, window=window), row_lengths(keys)
+        run, lengths = (
+            partial(cudnn.attend_rows, causal=causal, window=window),
+            row_lengths(keys),
+        )
         return lambda q, k, v, *sinks: on_shards(run, mesh, q, k, v, lengths, sinks=sinks)
     if kernel == "splash":
-        run = partial(splash.attend, causal=causal, window=window)
+        run = partial(splash.attend_tiles, causal=causal, window=window)
         return lambda q, k, v, *sinks: on_shards(run, mesh, q, k, v, queries, keys, sinks=sinks)
     run = partial(attention_by_blocks, causal=causal, window=window)
     if mesh is not None and mesh.shape[TOKENS] > 1:  # XLA divides KV heads only
@@ -118,7 +121,7 @@ def _attend_completions(
         lengths = row_lengths(mask_p), row_lengths(mask_c)
 
         def run(q: jax.Array, *given: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-            return cudnn.attend_joined(q, given[0:2], given[2:4], *given[4:], sinks)
+            return cudnn.attend_groups(q, given[0:2], given[2:4], *given[4:], sinks)
 
         def joined(q: Pair, k: Pair, v: Pair, *sinks: jax.Array) -> jax.Array:
             pairs = zip(k, v, strict=True)
@@ -169,11 +172,7 @@ roll_rows.defvjp(lambda x, by: (roll_rows(x, by), by), lambda by, d: (roll_rows(
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array,
-    sinks: jax.Array | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None = None
 ) -> jax.Array:
     """Computes softmax attention of q [B,T,N,H] over k, v [B,S,KV,H] where mask [B,T,S]; softmax in
     float32.
@@ -196,7 +195,7 @@ def attention(
     return jnp.einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v).reshape(b, t, n, h)
 
 
-def block_size(width: int) -> int:
+def query_block(width: int) -> int:
     """Returns the number of queries in a block of `attention_by_blocks`, for rows of `width`
     queries."""
     blocks = min(MOST_BLOCKS, -(-width // BLOCK))
@@ -222,7 +221,7 @@ def attention_by_blocks(
         window: and to no more than so many; a block reads only the keys that its queries reach.
     """
     b, width, n, h = q.shape
-    size, behind = block_size(width), k.shape[1] - width
+    size, behind = query_block(width), k.shape[1] - width
     span = k.shape[1] if window is None else min(k.shape[1], size + window - 1)
 
     @jax.checkpoint
@@ -237,7 +236,7 @@ def attention_by_blocks(
         allowed = jnp.broadcast_to(keys_[:, None], (b, size, span))
         at = jnp.arange(span) + start
         if causal:
-            allowed &= reached(at[None], last[:, None], window)[None]
+            allowed &= reach_mask(at[None], last[:, None], window)[None]
         return attention(q, k_, v_, allowed, sinks)
 
     padded = jnp.pad(q, ((0, 0), (0, -width % size), (0, 0), (0, 0)))
@@ -246,7 +245,7 @@ def attention_by_blocks(
     return jnp.moveaxis(out, 0, 1).reshape(padded.shape)[:, :width]
 
 
-def reached(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.Array:
+def reach_mask(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.Array:
     """Returns whether queries at some positions attend to keys at others: to themselves and to
     those before them, or to the last `window` of these."""
     allowed = keys <= queries

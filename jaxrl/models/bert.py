@@ -279,7 +279,7 @@ def specs(config: EncoderConfig, axis_sizes: Mapping[str, int]) -> dict[str, Par
     return {path: PartitionSpec(*split(axes)) for path, axes in PATHS.items()}
 
 
-def param_shardings(config: EncoderConfig, mesh: Mesh) -> Params:
+def encoder_shardings(config: EncoderConfig, mesh: Mesh) -> Params:
     """Returns a `NamedSharding` for each parameter."""
     return tree({path: NamedSharding(mesh, s) for path, s in specs(config, mesh.shape).items()})
 

@@ -25,11 +25,11 @@ from jaxrl.models.family import (
     Norms,
     Raw,
     flag,
-    given,
-    number,
+    positive_number,
     read_windows,
     size,
     stated_once,
+    value_or,
 )
 from jaxrl.models.layers import (
     Parameter,
@@ -39,7 +39,7 @@ from jaxrl.models.layers import (
     mlp_parameters,
     norm_scale,
 )
-from jaxrl.models.lora import TARGETS, Lora, Quantisation, block_size, packed
+from jaxrl.models.lora import TARGETS, Lora, Quantisation, numbers_per_code, quantisation_block
 from jaxrl.models.rope import (
     DynamicRope,
     LongRope,
@@ -172,10 +172,10 @@ class DecoderConfig:
             )
         if self.quantised is not None:
             for path, (n_in, _) in self.quantisable.items():
-                if block_size(n_in) % packed(self.quantised):
+                if quantisation_block(n_in) % numbers_per_code(self.quantised):
                     raise UserError(f"nf4 has two numbers in a byte, and {path} has {n_in} inputs")
         if isinstance(self.rope_scaling, LongRope):
-            pairs = given(self.rotary_dims, self.head_dim) // 2
+            pairs = value_or(self.rotary_dims, self.head_dim) // 2
             for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
                 if len(factors) != pairs:
                     raise UserError(
@@ -236,9 +236,9 @@ class DecoderConfig:
             self,
             n_layers=1,
             kinds=(kind,),
-            head_dim=given(kind.head_dim, self.head_dim),
-            n_kv_heads=given(kind.n_kv_heads, self.n_kv_heads),
-            d_ff=given(kind.d_ff, self.d_ff),
+            head_dim=value_or(kind.head_dim, self.head_dim),
+            n_kv_heads=value_or(kind.n_kv_heads, self.n_kv_heads),
+            d_ff=value_or(kind.d_ff, self.d_ff),
             lora=None,
         )
         if self.lora is None:
@@ -460,7 +460,7 @@ class DecoderConfig:
             raise UserError("attention_bias / mlp_bias = true is not supported for this family")
         heads = size(raw, "num_attention_heads")
         d_model = size(raw, "hidden_size")
-        head_dim = size(raw, "head_dim", given(entry.head_dim, d_model // heads))
+        head_dim = size(raw, "head_dim", value_or(entry.head_dim, d_model // heads))
         theta, scaling = read_rope(raw, entry.rope_theta)
         check_ropes(stated, FULL, SLIDING, "rope_local_base_freq")
         positions = size(raw, "max_position_embeddings", entry.max_positions)
@@ -477,7 +477,7 @@ class DecoderConfig:
             rope_theta=theta,
             rope_scaling=scaling,
             rotary_dims=_rotary_dims(raw, head_dim),
-            rms_norm_eps=number(raw, "rms_norm_eps", entry.rms_norm_eps),
+            rms_norm_eps=positive_number(raw, "rms_norm_eps", entry.rms_norm_eps),
             tie_embeddings=flag(raw, "tie_word_embeddings", entry.tie_embeddings),
             max_positions=positions,
             **special_ids(raw),
@@ -495,7 +495,7 @@ class DecoderConfig:
         """Returns `config.json` of this model; read by transformers 4 and 5."""
         rope = written_rope(self.rope_theta, self.rope_scaling, self.max_positions)
         if FAMILIES[self.family].partial_rotary:  # said always: 1 is not the default of all
-            dims = given(self.rotary_dims, self.head_dim)
+            dims = value_or(self.rotary_dims, self.head_dim)
             factor = {"partial_rotary_factor": dims / self.head_dim}
             rope |= factor | {"rope_parameters": rope["rope_parameters"] | factor}
         eos: int | list[int] | None = list(self.eos_ids)
@@ -552,8 +552,8 @@ def special_ids(raw: Raw) -> dict[str, Any]:
     several = _several(eos)
     for key, ids in (
         ("eos_token_id", several),
-        ("bos_token_id", [given(raw.get("bos_token_id"), 0)]),
-        ("pad_token_id", [given(raw.get("pad_token_id"), 0)]),
+        ("bos_token_id", [value_or(raw.get("bos_token_id"), 0)]),
+        ("pad_token_id", [value_or(raw.get("pad_token_id"), 0)]),
     ):
         if not all(type(i) is int for i in ids):
             raise UserError(f"{key}={raw[key]!r} is not a token id: an integer or null is required")
@@ -631,10 +631,10 @@ def _rotary_dims(raw: Raw, head_dim: int) -> int | None:
     key, ropes = "partial_rotary_factor", ("rope_parameters", "rope_scaling")
     params: JsonObject = {}
     for name in ropes:
-        params |= given(raw.get(name), {})
+        params |= value_or(raw.get(name), {})
     if params.get("rope_type") == "proportional":  # of all dims, some by nothing
         return None
-    stated = {key: raw.get(key)} | {f"{n}.{key}": given(raw.get(n), {}).get(key) for n in ropes}
+    stated = {key: raw.get(key)} | {f"{n}.{key}": value_or(raw.get(n), {}).get(key) for n in ropes}
     for factor in stated.values():
         if factor in (1, None):
             continue

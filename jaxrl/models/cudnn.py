@@ -1,7 +1,7 @@
 """Attention in cuDNN's kernel, over rows whose real tokens are the first ones: no mask is an array.
 
-Uses what jax does not make public: a backward pass that is given the normaliser (`attend_joined`),
-and the checks that ask this process for its GPUs (`pretend`).
+Uses what jax does not make public: a backward pass that is given the normaliser (`attend_groups`),
+and the checks that ask this process for its GPUs (`pretend_gpu`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ JOINS = all(
     hasattr(_private, name)
     for name in ("dot_product_attention", "MaskType", "AttentionLayout", BACKWARD)
 )
-"""Whether this jax has what `attend_joined` needs."""
+"""Whether this jax has what `attend_groups` needs."""
 VERSION = 91100
-"""Of cuDNN, as `pretend` has it: 9.11 takes all GPUs that jax knows."""
+"""Of cuDNN, as `pretend_gpu` has it: 9.11 takes all GPUs that jax knows."""
 Pair = tuple[jax.Array, jax.Array]
 """Keys and values, or results and their normalisers."""
 
 
-def attend(
+def attend_rows(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -58,7 +58,7 @@ def attend(
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
     if sinks is not None:
         assert causal, "only decoders have sinks"
-        return attend_joined(q, None, (k, v), None, lengths, sinks, window)[:, :width]
+        return attend_groups(q, None, (k, v), None, lengths, sinks, window)[:, :width]
     out = jax.nn.dot_product_attention(
         q,
         k,
@@ -73,7 +73,7 @@ def attend(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
-def attend_joined(
+def attend_groups(
     q: jax.Array,
     shared: Pair | None,
     own: Pair,
@@ -98,7 +98,7 @@ def attend_joined(
         shared_lengths: [P] int32, at least 1.
         lengths: [B] int32, at least 1.
         sinks: [N], whose exponentials l contains too.
-        window: as of `attend`, of rows without shared keys.
+        window: as of `attend_rows`, of rows without shared keys.
     """
     return _forward(q, shared, own, shared_lengths, lengths, sinks, window)[0]
 
@@ -165,7 +165,7 @@ def _backward(window: int | None, kept: Tree, d_out: jax.Array) -> tuple[Tree, .
     return d_q, d_shared, tuple(d_own), None, None, d_sinks
 
 
-attend_joined.defvjp(_forward, _backward)
+attend_groups.defvjp(_forward, _backward)
 
 
 def _block(
@@ -230,7 +230,7 @@ def _mask(causal: bool) -> _private.MaskType:
 
 
 @contextlib.contextmanager
-def pretend(capability: tuple[int, int]) -> Iterator[None]:
+def pretend_gpu(capability: tuple[int, int]) -> Iterator[None]:
     """Makes jax's checks, while the context is open, take this process to have a GPU of this
     compute capability."""
 

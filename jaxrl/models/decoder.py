@@ -21,14 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.models.attention import (
-    Attend,
-    attend_packed,
-    attender,
-    attention,
-    reached,
-    roll_rows,
-)
+from jaxrl.models.attention import Attend, attend_packed, attender, attention, reach_mask, roll_rows
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import (
     Filters,
@@ -39,7 +32,7 @@ from jaxrl.models.delta import (
     recur_packed,
     recur_rows,
 )
-from jaxrl.models.experts import Routed, mixture
+from jaxrl.models.experts import Routed, mixture_block
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import Kernel, kernel_of, step_kernel_of, target_on
@@ -58,7 +51,7 @@ from jaxrl.models.layers import (
 )
 from jaxrl.models.packing import Packing
 from jaxrl.models.parameters import Params, at_blocks, blocks_of, cast, head
-from jaxrl.models.shared_prompts import Pages, Seats, shared_attender, write
+from jaxrl.models.shared_prompts import Pages, Seats, shared_attender, write_pages
 from jaxrl.sharding.axes import ROWS, TOKENS, WEIGHTS, AxisName
 from jaxrl.sharding.targets import ridge
 from jaxrl.types import Array, Tree
@@ -142,10 +135,10 @@ def forward(
     rolled = "cudnn" in kernels.values() or config.n_recurrent > 0
     if rolled:
         tokens, mask = roll_rows(tokens, first), roll_rows(mask, first)
-    x, inputs = embed(config, params, tokens, mesh, dtype)
+    x, inputs = embed_tokens(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
-    mix = mixing(config, positions, kernels, partial(attender, keys=mask, mesh=mesh))
+    mix = make_mix(config, positions, kernels, partial(attender, keys=mask, mesh=mesh))
     recur = partial(recur_rows, config.delta, mesh, mask)
     x = _layers(config, params, x, inputs, mix, recur, remat, mesh)
     return roll_rows(x, -first) if rolled else x
@@ -169,10 +162,10 @@ def forward_packed(
             `Routed.mass` [L, E].
     """
     kernels = kernels_of(config, params, mesh, dtype, joined=packing.group > 1)
-    x, inputs = embed(config, params, packing.tokens, mesh, dtype, TOKENS)
+    x, inputs = embed_tokens(config, params, packing.tokens, mesh, dtype, TOKENS)
     params = params if dtype is None else cast(params, dtype)
     attend = partial(attend_packed, packing=packing, mesh=mesh)
-    mix = mixing(config, packing.positions, kernels, attend)
+    mix = make_mix(config, packing.positions, kernels, attend)
     recur = None if config.delta is None else recur_packed(config.delta, mesh, packing)
     given = config, params, x, inputs, mix, recur, remat, mesh
     copies = None if routed is None else packing.copies
@@ -193,9 +186,9 @@ def _layers(
     routed: list[Routed] | None = None,
     copies: Array = None,
 ) -> Array:
-    """Applies all blocks and the final norm to x [B, T, D]. `inputs` are those of `embed`, `recur`
-    and `split` as of `run_block`; `recorded` [B, T, L, k] and `copies` [B, T] as of `experts.mix`.
-    """
+    """Applies all blocks and the final norm to x [B, T, D]. `inputs` are those of `embed_tokens`,
+    `recur` and `split` as of `run_block`; `recorded` [B, T, L, k] and `copies` [B, T] as of
+    `experts.mix`."""
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
 
     def block(
@@ -231,8 +224,8 @@ def _layers(
     one_of = (config.of(kind) for kind in config.lenders)
     shapes = [(*x.shape[:2], one.n_kv_heads, one.head_dim) for one in one_of]
     carried = x, tuple((jnp.zeros(shape, x.dtype), jnp.zeros(shape, x.dtype)) for shape in shapes)
-    (x, _), left = through(config, body, carried, params, *given, in_turn=remat != "none")
-    report(params, left, routed)
+    (x, _), left = run_layers(config, body, carried, params, *given, in_turn=remat != "none")
+    report_routing(params, left, routed)
     return rms_norm(config, params["norm"], x)
 
 
@@ -256,7 +249,7 @@ def prefill(
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     kernels = kernels_of(config, params, mesh)
-    mix = mixing(config, positions, kernels, partial(attender, keys=mask, mesh=mesh))
+    mix = make_mix(config, positions, kernels, partial(attender, keys=mask, mesh=mesh))
     held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
     recur = partial(recur_rows, config.delta, mesh, mask)
 
@@ -267,9 +260,9 @@ def prefill(
             entry = tuple(jnp.swapaxes(new, 1, 2) for new in entry)
         return x, (entry, one)
 
-    x, inputs = embed(config, params, tokens, mesh)
-    x, left = through(config, body, x, params, inputs)
-    report(params, [one for _, one in left], routed)
+    x, inputs = embed_tokens(config, params, tokens, mesh)
+    x, left = run_layers(config, body, x, params, inputs)
+    report_routing(params, [one for _, one in left], routed)
     return rms_norm(config, params["norm"], x), [entry for entry, _ in left]
 
 
@@ -278,7 +271,7 @@ def keys_of(cache: Cache) -> Array:
     return next(entry[0] for entry in cache if entry and not isinstance(entry, Recurrent))
 
 
-def decode(
+def decode_step(
     config: DecoderConfig,
     params: Params,
     cache: Cache,
@@ -310,7 +303,7 @@ def decode(
     kernels = {dim: step_kernel_of(target, dim, dtype) for dim in config.head_dims}
     seats, pages = shared.seats, shared.pages
     known = {"positions": positions, "at": at, "seats": seats, "mesh": mesh, "pages": pages}
-    mix = mixing(config, positions[:, None], kernels, partial(shared_attender, **known))
+    mix = make_mix(config, positions[:, None], kernels, partial(shared_attender, **known))
     held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
     reads = jnp.ones(tokens.shape, bool) if live is None else live
 
@@ -320,7 +313,7 @@ def decode(
         def keep(*new: Array) -> tuple[Any, Any, Any]:
             if pages is not None:
                 both = zip(entry, new, strict=True)
-                pair = tuple(write(x, y, at, pages.table, mesh) for x, y in both)
+                pair = tuple(write_pages(x, y, at, pages.table, mesh) for x, y in both)
             else:
                 pair = tuple(_write(x, y, at) for x, y in zip(entry, new, strict=True))
             keys, values = zip(pair, prompt, strict=True)
@@ -336,9 +329,9 @@ def decode(
         x, kept, one = run_block(config, layer, mix, held, params, x, mesh, **options)
         return x, (kept, one)
 
-    x, inputs = embed(config, params, tokens[:, None], mesh)
-    x, left = through(config, body, x, params, inputs, cache, shared.cache)
-    report(params, [one for _, one in left], routed)
+    x, inputs = embed_tokens(config, params, tokens[:, None], mesh)
+    x, left = run_layers(config, body, x, params, inputs, cache, shared.cache)
+    report_routing(params, [one for _, one in left], routed)
     return rms_norm(config, params["norm"], x)[:, 0], [entry for entry, _ in left]
 
 
@@ -375,11 +368,11 @@ def extend(
     keys = jnp.concatenate([of_prompt, own_keys], 1)
 
     def attender_of(_: None, window: int | None) -> Attend:
-        allowed = reached(keys[:, None], queries[..., None], window)
+        allowed = reach_mask(keys[:, None], queries[..., None], window)
         rows = partial(jnp.swapaxes, axis1=1, axis2=2)  # [B,KV,S,H] -> [B,S,KV,H]
         return lambda q, k, v, *sinks: attention(q, rows(k), rows(v), allowed, *sinks)
 
-    mix = mixing(config, queries, {}, attender_of)
+    mix = make_mix(config, queries, {}, attender_of)
     held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
 
     def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
@@ -399,8 +392,8 @@ def extend(
         x, kept, _ = run_block(config, layer, mix, held, params, x, mesh, **options)
         return x, kept
 
-    x, inputs = embed(config, params, tokens, mesh)
-    return through(config, body, x, params, inputs, cache, prompts)[1]
+    x, inputs = embed_tokens(config, params, tokens, mesh)
+    return run_layers(config, body, x, params, inputs, cache, prompts)[1]
 
 
 def _write(cache: Array, new: Array, positions: Array) -> Array:
@@ -411,7 +404,7 @@ def _write(cache: Array, new: Array, positions: Array) -> Array:
     return jax.vmap(lambda c, n, i: update(c, n, (0, i, 0)))(cache, new, positions)
 
 
-def embed(
+def embed_tokens(
     config: DecoderConfig,
     params: Params,
     tokens: Array,
@@ -524,7 +517,7 @@ def _look_up_backward(
 _look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
-def mixing(
+def make_mix(
     config: DecoderConfig,
     positions: Array,
     kernels: Mapping[int, str | None],
@@ -570,8 +563,7 @@ def kernels_of(
     dtype: DTypeLike | None = None,
     joined: bool = False,
 ) -> dict[int, Kernel | None]:
-    """Returns what attention of each head dim runs in, in `dtype`, or that of the parameters where
-    None.
+    """Chooses the kernel of attention for each head dim, in `dtype` or that of the parameters.
 
     Args:
         joined: rows share a prompt (`kernels.why_not_fused`).
@@ -585,7 +577,7 @@ _WATCHED: ContextVar[list[Array] | None] = ContextVar("watched", default=None)
 
 
 @contextmanager
-def watched(outputs: list[Array]) -> Iterator[None]:
+def watch_layers(outputs: list[Array]) -> Iterator[None]:
     """Has what goes into the first of unstacked layers, and comes out of each, added to a list."""
     token = _WATCHED.set(outputs)
     try:
@@ -599,7 +591,7 @@ def _watch(x: Array) -> None:
         outputs.append(x)
 
 
-def through(
+def run_layers(
     config: DecoderConfig,
     body: Callable[..., tuple[X, Tree]],
     x: X,
@@ -720,7 +712,7 @@ def run_block(
     if c.experts is None:
         out = gated_mlp(c, p["mlp"], read)
     else:
-        out, routed = mixture(c, p["mlp"], read, x, mesh, split=split, **routing)
+        out, routed = mixture_block(c, p["mlp"], read, x, mesh, split=split, **routing)
     if after or "mlp_post_norm" in p:
         out = rms_norm(c, p["mlp_norm" if after else "mlp_post_norm"], out)
     x = x + out
@@ -734,8 +726,8 @@ def run_block(
     return by_rows(x, mesh, *split), entry, routed
 
 
-def report(params: Params, found: list[Tree], routed: list[Routed] | None) -> None:
-    """Appends what the routers of all layers did, as `through` found it."""
+def report_routing(params: Params, found: list[Tree], routed: list[Routed] | None) -> None:
+    """Appends what the routers of all layers did, as `run_layers` found it."""
     if routed is None or not jax.tree.leaves(found):
         return
     if isinstance(params["layers"], list):

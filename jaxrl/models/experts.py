@@ -194,7 +194,7 @@ def expert_parameters(c: DecoderLike) -> Parameters:
     return found
 
 
-def mixture(
+def mixture_block(
     c: DecoderLike, p: Arrays, x: jax.Array, residual: jax.Array, mesh: Mesh | None, **routing: Any
 ) -> tuple[jax.Array, Routed]:
     """Computes what takes the place of the MLP: `mix` of x [B, T, D]; or that + sigmoid(gate(x)) *
@@ -440,13 +440,13 @@ def step_experts(
     of = jnp.minimum(of, count - 1)
 
     def run(source: jax.Array, projections: Sequence[ExpertKernel]) -> jax.Array:
-        taken = _taken(x, source // k).reshape(-1, size, x.shape[1])
-        each = _taken(weights.reshape(-1), source).reshape(-1, size, 1)
-        return _computed(activate, projections, taken, each).reshape(len(source), -1)
+        taken = _take(x, source // k).reshape(-1, size, x.shape[1])
+        each = _take(weights.reshape(-1), source).reshape(-1, size, 1)
+        return _run_experts(activate, projections, taken, each).reshape(len(source), -1)
 
     first, rest = jnp.split(source, [count * size])
-    out = [run(first, projections), run(rest, [_those(one, of) for one in projections])]
-    return _summed(jnp.concatenate(out), place).astype(x.dtype)
+    out = [run(first, projections), run(rest, [_pick_experts(one, of) for one in projections])]
+    return _sum_rows(jnp.concatenate(out), place).astype(x.dtype)
 
 
 def every_expert(
@@ -462,21 +462,21 @@ def every_expert(
     count = len(gate.kernel)
     each = _by_expert(ids, weights, count).T[..., None]  # [E, n, 1]
     rows = jnp.broadcast_to(x[None], (count, *x.shape))
-    wide = _activated(activate, _projected(gate, rows), _projected(up, rows), each)
+    wide = _activate(activate, _project(gate, rows), _project(up, rows), each)
     if down.lora_a is None and down.scale is None:
         return jnp.einsum("eni,eid->nd", wide, down.kernel)
-    return _projected(down, wide).sum(0)
+    return _project(down, wide).sum(0)
 
 
-def _computed(
+def _run_experts(
     activate: Activate, projections: Sequence[ExpertKernel], x: jax.Array, weights: jax.Array
 ) -> jax.Array:
     """Passes x [M, n, D] through M experts; weights [M, n, 1]."""
     gate, up, down = projections
-    return _projected(down, _activated(activate, _projected(gate, x), _projected(up, x), weights))
+    return _project(down, _activate(activate, _project(gate, x), _project(up, x), weights))
 
 
-def _projected(by: ExpertKernel, x: jax.Array) -> jax.Array:
+def _project(by: ExpertKernel, x: jax.Array) -> jax.Array:
     """Passes x [M, n, in] through the projection of each of M experts."""
     if by.scale is not None:
         # That depends on x: else XLA dequantises all kernels before a loop that reads them.
@@ -531,7 +531,7 @@ class _Sorted(NamedTuple):
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
         """Returns x[index] of rows that are computed at once, by block."""
-        return _taken(x, index).reshape(self.at_once, self.size, -1)
+        return _take(x, index).reshape(self.at_once, self.size, -1)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         """Zeros that depend on the rows: XLA fills constants of all layers of an unstacked model
@@ -590,15 +590,17 @@ def chosen_experts(
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
         own, of = rows.chunk(i)
         taken, each = rows.take(x, own // k), rows.take(weights.reshape(-1), own)
-        result = _computed(activate, [_those(part, of) for part in projections], taken, each)
+        result = _run_experts(
+            activate, [_pick_experts(part, of) for part in projections], taken, each
+        )
         result = result.reshape(rows.step, -1)
         return jax.lax.dynamic_update_slice_in_dim(out, result, i * rows.step, 0)
 
     out = rows.zeros((len(rows.source), x.shape[1]), x.dtype)
-    return _summed(rows.loop(body, out), rows.place).astype(x.dtype)
+    return _sum_rows(rows.loop(body, out), rows.place).astype(x.dtype)
 
 
-def _those(of: ExpertKernel, experts: jax.Array) -> ExpertKernel:
+def _pick_experts(of: ExpertKernel, experts: jax.Array) -> ExpertKernel:
     """Picks for each block the kernel of its expert [M]."""
     return jax.tree.map(lambda leaf: leaf[experts], of)
 
@@ -618,9 +620,9 @@ def _backward(
         own, of = rows.chunk(i)
         taken, d_taken = (rows.take(part, own // k) for part in (x, d_out))
         each = rows.take(weights.reshape(-1), own)
-        gate, up, down = (_those(part, of) for part in projections)
-        both = _projected(gate, taken), _projected(up, taken)
-        wide, back = jax.vjp(partial(_activated, activate), *both, each)
+        gate, up, down = (_pick_experts(part, of) for part in projections)
+        both = _project(gate, taken), _project(up, taken)
+        wide, back = jax.vjp(partial(_activate, activate), *both, each)
         of_wide, of_down = _gradients(down, wide, d_taken, frozen)
         of_gate, of_up, of_weights = back(of_wide)
         more, of_gate = _gradients(gate, taken, of_gate, frozen)
@@ -650,9 +652,9 @@ def _backward(
     d_rows, d_weights, sums = rows.loop(body, zeros)
     found = jax.tree.map(lambda d, like: d.astype(like.dtype), sums, trained)
     return (
-        _summed(d_rows, rows.place).astype(x.dtype),
+        _sum_rows(d_rows, rows.place).astype(x.dtype),
         None,
-        _taken(d_weights, rows.place),
+        _take(d_weights, rows.place),
         *found,
     )
 
@@ -678,20 +680,20 @@ def _gradients(
 chosen_experts.defvjp(_forward, _backward)
 
 
-def _activated(activate: Activate, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+def _activate(activate: Activate, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
     """Computes what `down` gets. It is weighted here: one more product, but of rows that are
     thinner than D."""
     return (activate(gate, up).astype(weights.dtype) * weights).astype(gate.dtype)
 
 
-def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     """Returns x[index], 0 past the end."""
     return jnp.take(x, index, 0, mode="fill", fill_value=0)
 
 
-def _summed(rows: jax.Array, place: jax.Array) -> jax.Array:
+def _sum_rows(rows: jax.Array, place: jax.Array) -> jax.Array:
     """Sums the rows of each token, [n, D] float32."""
-    return _taken(rows, place).astype(jnp.float32).sum(1)
+    return _take(rows, place).astype(jnp.float32).sum(1)
 
 
 def expert_load(experts: Experts, ids: jax.Array, real: jax.Array) -> jax.Array:

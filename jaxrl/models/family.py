@@ -165,12 +165,12 @@ class Family:
     """What `read` and transformers need beyond the fields that all share."""
 
 
-def given(value: Any, default: Any) -> Any:
+def value_or(value: Any, default: Any) -> Any:
     """Returns the value, or the default where it is null."""
     return default if value is None else value
 
 
-def filled(raw: Raw, defaults: Raw) -> JsonObject:
+def fill_defaults(raw: Raw, defaults: Raw) -> JsonObject:
     """Returns `raw`, with the defaults where it has nothing or null."""
     return {**raw, **defaults, **{key: value for key, value in raw.items() if value is not None}}
 
@@ -178,7 +178,7 @@ def filled(raw: Raw, defaults: Raw) -> JsonObject:
 def size(raw: Raw, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
     """Reads a whole number from `least` to `most`; where it is absent or null, the default if there
     is one."""
-    value = raw[key] if default is None else given(raw.get(key), default)
+    value = raw[key] if default is None else value_or(raw.get(key), default)
     if type(value) is not int or not least <= value <= most:
         high = type(value) is int and value > most
         limit = f"at most {most}" if high else f"at least {least}"
@@ -186,10 +186,10 @@ def size(raw: Raw, key: str, default: int | None = None, least: int = 1, most: i
     return value
 
 
-def number(raw: Raw, key: str, default: float | None = None) -> float:
+def positive_number(raw: Raw, key: str, default: float | None = None) -> float:
     """Reads a number above 0 that float32 holds; where it is absent or null, the default if there
     is one."""
-    value = raw[key] if default is None else given(raw.get(key), default)
+    value = raw[key] if default is None else value_or(raw.get(key), default)
     if type(value) not in (int, float) or not 0 < value < 3e38:
         raise UserError(f"{key}={short(repr(value))} must be a number above 0")
     return float(value)
@@ -197,7 +197,7 @@ def number(raw: Raw, key: str, default: float | None = None) -> float:
 
 def flag(raw: Raw, key: str, default: bool) -> bool:
     """Reads true or false; where it is absent or null, the default."""
-    value = given(raw.get(key), default)
+    value = value_or(raw.get(key), default)
     if type(value) is not bool:
         raise UserError(f"{key}={short(repr(value))} must be true or false")
     return value
@@ -244,7 +244,7 @@ def read_windows(
             f" list of num_hidden_layers={n} is needed, each of {', '.join(known)}"
         )
     sliding = LayerKind(window, rope_theta)
-    return tuple(sliding if kind == SLIDING else given(full, LayerKind()) for kind in types)
+    return tuple(sliding if kind == SLIDING else value_or(full, LayerKind()) for kind in types)
 
 
 def window_of(raw: Raw) -> int | None:
@@ -263,7 +263,7 @@ def read_window(raw: Raw, default: int | None = None) -> tuple[LayerKind, ...]:
     return (LayerKind(None if window >= raw["max_position_embeddings"] else window),)
 
 
-def written_windows(config: DecoderLike) -> JsonObject:
+def write_windows(config: DecoderLike) -> JsonObject:
     """Returns `sliding_window` and `layer_types` of a `config.json`."""
     windows = [kind.window for kind in config.kinds] * (config.n_layers // len(config.kinds))
     return {
@@ -279,10 +279,10 @@ def read_ropes(raw: Raw, local: str) -> JsonObject:
     params = raw.get("rope_parameters")
     if not isinstance(params, dict) or not {FULL, SLIDING} & params.keys():
         return dict(raw)
-    full, sliding = (given(params.get(kind), {}) for kind in (FULL, SLIDING))
+    full, sliding = (value_or(params.get(kind), {}) for kind in (FULL, SLIDING))
     if not isinstance(full, dict) or not isinstance(sliding, dict):
         raise UserError(f"rope_parameters={params!r} must have an object of each kind of layers")
-    if given(sliding.get("rope_type"), "default") != "default":
+    if value_or(sliding.get("rope_type"), "default") != "default":
         raise UserError(
             f"rope_type={sliding['rope_type']!r} of {SLIDING} is not supported; supported: default"
         )
@@ -291,7 +291,7 @@ def read_ropes(raw: Raw, local: str) -> JsonObject:
     return {**raw, "rope_parameters": full, **known}
 
 
-def written_ropes(config: DecoderLike) -> JsonObject:
+def write_ropes(config: DecoderLike) -> JsonObject:
     """Returns `rope_parameters` of each kind of layers of a `DecoderConfig`."""
     scaling = {} if config.rope_scaling is None else config.rope_scaling.written()
     local = next((x.rope_theta for x in config.kinds if x.rope_theta), config.rope_theta)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.splash import LANES
-from jaxrl.models.split_k import LOWEST, Term
+from jaxrl.models.split_k import LOWEST, PartialAttention
 
 BLOCK_BYTES = 1 << 20
 """Of keys and values in a step of the grid: enough to hide what a step costs besides."""
@@ -21,14 +21,14 @@ MOST_ROWS = 32
 """In a step of the grid, whose code has some lines for each."""
 
 
-def keys_at_once(positions: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+def grid_keys(positions: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
     """Returns the number of keys of a slot that a step of the grid takes, in a cache of the given
     number of positions: a multiple of `LANES`, or all that there are."""
     each = 2 * kv_heads * head_dim * itemsize
     return min(max(BLOCK_BYTES // each // LANES, 1) * LANES, positions)
 
 
-def rows_at_once(rows: int, positions: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+def grid_rows(rows: int, positions: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
     """Returns the number of rows of a cache of few positions, such as one of pages, that a step of
     the grid takes: a step costs about as much time as reading `BLOCK_BYTES`, however little it
     reads."""
@@ -36,7 +36,7 @@ def rows_at_once(rows: int, positions: int, kv_heads: int, head_dim: int, itemsi
     return min(max(BLOCK_BYTES // each, 1), MOST_ROWS, rows)
 
 
-def attend(
+def attend_cache(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -44,7 +44,7 @@ def attend(
     *,
     window: int | None = None,
     interpret: bool = False,
-) -> Term:
+) -> PartialAttention:
     """Computes the term of q [R,KV,M,H] over the first `lengths` [R] int32 positions of a cache k,
     v [R,KV,S,H].
 
@@ -57,10 +57,10 @@ def attend(
     from jax.experimental.pallas import tpu as pltpu
 
     (r, kv, m, h), s = q.shape, k.shape[2]
-    rows = rows_at_once(r, s, kv, h, k.dtype.itemsize)
+    rows = grid_rows(r, s, kv, h, k.dtype.itemsize)
     if rows > 1 and window is None:
         return _attend_together(q, k, v, lengths, rows, interpret)
-    keys = keys_at_once(s, kv, h, k.dtype.itemsize)
+    keys = grid_keys(s, kv, h, k.dtype.itemsize)
 
     def last(slot: Any, lengths: Any) -> Any:
         """Returns the last block that a slot reaches."""
@@ -148,9 +148,8 @@ def attend(
 
 def _attend_together(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, rows: int, interpret: bool
-) -> Term:
-    """Computes `attend` for `rows` rows at a time with all of their keys; those beyond a length are
-    read."""
+) -> PartialAttention:
+    """Computes `attend_cache` for `rows` rows at a time; keys beyond a length are read too."""
     from jax.experimental import pallas as pl  # 0.3 s, on TPUs only
     from jax.experimental.pallas import tpu as pltpu
 

@@ -267,10 +267,10 @@ def _try_fused(kernel: Kernel, head_dim: int, dtype: str) -> object:
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if kernel == "splash":
-            return splash.attend(q, k, v, real, real, causal=True).sum(dtype=jnp.float32)
-        out = cudnn.attend(q, k, v, lengths, causal=True)
+            return splash.attend_tiles(q, k, v, real, real, causal=True).sum(dtype=jnp.float32)
+        out = cudnn.attend_rows(q, k, v, lengths, causal=True)
         if cudnn.JOINS:
-            out += cudnn.attend_joined(q, (k[:1], v[:1]), (k, v), lengths[:1], lengths)
+            out += cudnn.attend_groups(q, (k[:1], v[:1]), (k, v), lengths[:1], lengths)
         return out.sum(dtype=jnp.float32)
 
     return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(q, k, k)
@@ -280,9 +280,9 @@ def _try_step(kernel: StepKernel, target: Target, head_dim: int, dtype: str) -> 
     """Computes attention of tokens that share two prompts: so many that a block has most of its
     shared memory."""
     q, k = (jnp.ones((2, 1, n, head_dim), dtype) for n in (split_k.MOST_QUERIES, 2 * TILE))
-    attend = flash_decode.attend
+    attend = flash_decode.attend_cache
     if kernel == "split-k":
-        attend = partial(split_k.attend, capabilities=target.capabilities)
+        attend = partial(split_k.attend_parts, capabilities=target.capabilities)
     return jax.jit(attend)(q, k, k, jnp.full(2, TILE, jnp.int32))
 
 
@@ -297,5 +297,5 @@ def compiling_for(target: Target) -> Iterator[None]:
     if target.capability is None:
         yield
         return
-    with cudnn.pretend(target.capability), split_k.pretend(target.capability):
+    with cudnn.pretend_gpu(target.capability), split_k.pretend_triton_gpu(target.capability):
         yield

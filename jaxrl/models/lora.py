@@ -100,21 +100,21 @@ def frozen_and_trained(params: Tree) -> tuple[Tree, Tree]:
     return _only(params, lambda name: name not in NAMES), trained
 
 
-def join(base: Tree, trained: Tree) -> Tree:
+def join_adapters(base: Tree, trained: Tree) -> Tree:
     """Joins the parts that `frozen_and_trained` made into the whole tree; no array is copied."""
     if not base:
         return trained
     if isinstance(base, list | tuple):
-        return type(base)(join(*pair) for pair in zip(base, trained, strict=True))
-    both = {name: join(base[name], trained[name]) for name in base if name in trained}
+        return type(base)(join_adapters(*pair) for pair in zip(base, trained, strict=True))
+    both = {name: join_adapters(base[name], trained[name]) for name in base if name in trained}
     return base | trained | both
 
 
-def merged(params: Tree, scale: float) -> Tree:
+def merge_adapters(params: Tree, scale: float) -> Tree:
     """Merges a tree into one without adapters and without quantised kernels that computes the same:
     each W + scale A B, summed in float32 and in the dtype of W or, where it is quantised, of the
     norms."""
-    return _merged(params, scale, params["norm"]["scale"].dtype)
+    return _merge(params, scale, params["norm"]["scale"].dtype)
 
 
 def with_a(group: Tree, name: str) -> Tree:
@@ -126,14 +126,14 @@ def with_a(group: Tree, name: str) -> Tree:
     return own | {"lora_a": group[LEADERS[name]]["lora_a"]}
 
 
-def _merged(params: Tree, scale: float, dtype: jnp.dtype) -> Tree:
+def _merge(params: Tree, scale: float, dtype: jnp.dtype) -> Tree:
     if isinstance(params, list | tuple):
-        return type(params)(_merged(one, scale, dtype) for one in params)
+        return type(params)(_merge(one, scale, dtype) for one in params)
     if not isinstance(params, dict):
         return params
     if "lora_b" not in params and SCALE not in params:
         whole = {name: with_a(params, name) for name in params}
-        return {name: _merged(value, scale, dtype) for name, value in whole.items()}
+        return {name: _merge(value, scale, dtype) for name, value in whole.items()}
     kernel = params["kernel"]
     if SCALE in params:
         whole = dequantise(kernel, params[SCALE], jnp.float32)
@@ -162,13 +162,13 @@ def _only(tree: Tree, wanted: Callable[[str], bool]) -> Tree:
     return found
 
 
-def block_size(n_in: int) -> int:
+def quantisation_block(n_in: int) -> int:
     """Numbers that share a scale, of a kernel with so many inputs: `BLOCK`, or what divides both
     where that does not divide them."""
     return math.gcd(n_in, BLOCK)
 
 
-def packed(kind: Quantisation) -> int:
+def numbers_per_code(kind: Quantisation) -> int:
     """Numbers in one entry of `kernel`."""
     return 2 if kind == "nf4" else 1
 

@@ -27,7 +27,7 @@ from jaxtyping import Float
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers import Parameter
-from jaxrl.models.lora import NAMES, SCALE, block_size, quantise
+from jaxrl.models.lora import NAMES, SCALE, quantisation_block, quantise
 from jaxrl.sharding.axes import EXPERTS, WEIGHTS, AxisName, divided
 from jaxrl.types import Array, Tree
 
@@ -84,7 +84,7 @@ def _init_layer(config: DecoderConfig, key: jax.Array) -> Params:
             continue
         *experts, n_in, n_out = parameter.shape
         if config.quantised is not None:
-            both = quantise(config.quantised, found[path], block_size(n_in))
+            both = quantise(config.quantised, found[path], quantisation_block(n_in))
             found[path], found[f"{projection}/{SCALE}"] = both
         lora = config.adapter(projection)
         if lora is not None and config.has_a(projection):
@@ -202,7 +202,7 @@ def param_specs(
             axes[-1 if within.endswith("a") else -2] = None
         elif config.quantised is not None and projection in one.quantisable:
             n_in = parameter.shape[-2]
-            units[-2] = math.gcd(units[-2], n_in // block_size(n_in))
+            units[-2] = math.gcd(units[-2], n_in // quantisation_block(n_in))
         mesh_axes = [
             divided(size, AXES[axis], axis_sizes) if axis else None
             for size, axis in zip(units, axes, strict=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.errors import UserError, short
-from jaxrl.models.family import Raw, given, number, size, stated_once
+from jaxrl.models.family import Raw, positive_number, size, stated_once, value_or
 from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Array
 
@@ -62,9 +62,9 @@ class Llama3Rope(RopeScaling):
     @classmethod
     def read(cls, raw: Raw) -> Llama3Rope:
         return cls(
-            factor=number(raw, "factor"),
-            low_freq_factor=number(raw, "low_freq_factor"),
-            high_freq_factor=number(raw, "high_freq_factor"),
+            factor=positive_number(raw, "factor"),
+            low_freq_factor=positive_number(raw, "low_freq_factor"),
+            high_freq_factor=positive_number(raw, "high_freq_factor"),
             original_max_positions=size(raw, "original_max_position_embeddings"),
         )
 
@@ -86,7 +86,7 @@ class LinearRope(RopeScaling):
 
     @classmethod
     def read(cls, raw: Raw) -> LinearRope:
-        return cls(number(raw, "factor"))
+        return cls(positive_number(raw, "factor"))
 
     def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
         return freq / self.factor
@@ -104,7 +104,7 @@ class DynamicRope(RopeScaling):
 
     @classmethod
     def read(cls, raw: Raw) -> DynamicRope:
-        return cls(number(raw, "factor"), size(raw, "max_position_embeddings"))
+        return cls(positive_number(raw, "factor"), size(raw, "max_position_embeddings"))
 
     def regime(self, length: int) -> int:
         return max(length, self.original_max_positions)
@@ -138,20 +138,22 @@ class YarnRope(RopeScaling):
     @classmethod
     def read(cls, raw: JsonObject) -> YarnRope:
         original = size(raw, "original_max_position_embeddings")
-        stated = raw | {"factor": given(raw["factor"], raw["max_position_embeddings"] / original)}
-        factor = number(stated, "factor")
+        stated = raw | {
+            "factor": value_or(raw["factor"], raw["max_position_embeddings"] / original)
+        }
+        factor = positive_number(stated, "factor")
         if raw.get("mscale") and raw.get("mscale_all_dim"):
-            scale, over = number(raw, "mscale"), number(raw, "mscale_all_dim")
+            scale, over = positive_number(raw, "mscale"), positive_number(raw, "mscale_all_dim")
             attention = _mscale(factor, scale) / _mscale(factor, over)
         else:
             attention = _mscale(factor, 1.0)
         return cls(
             factor=factor,
             original_max_positions=original,
-            attention_factor=number(raw, "attention_factor", attention),
-            beta_fast=number(raw, "beta_fast", 32.0),
-            beta_slow=number(raw, "beta_slow", 1.0),
-            truncate=bool(given(raw.get("truncate"), True)),
+            attention_factor=positive_number(raw, "attention_factor", attention),
+            beta_fast=positive_number(raw, "beta_fast", 32.0),
+            beta_slow=positive_number(raw, "beta_slow", 1.0),
+            truncate=bool(value_or(raw.get("truncate"), True)),
         )
 
     def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
@@ -188,12 +190,14 @@ class LongRope(RopeScaling):
     @classmethod
     def read(cls, raw: Raw) -> LongRope:
         original = size(raw, "original_max_position_embeddings")
-        factor = number(raw, "factor", size(raw, "max_position_embeddings") / original)
+        factor = positive_number(raw, "factor", size(raw, "max_position_embeddings") / original)
         return cls(
             short_factors=_numbers(raw, "short_factor"),
             long_factors=_numbers(raw, "long_factor"),
             original_max_positions=original,
-            attention_factor=number(raw, "attention_factor", longrope_attention(factor, original)),
+            attention_factor=positive_number(
+                raw, "attention_factor", longrope_attention(factor, original)
+            ),
         )
 
     def regime(self, length: int) -> int:
@@ -216,10 +220,10 @@ class ProportionalRope(RopeScaling):
 
     @classmethod
     def read(cls, raw: Raw) -> ProportionalRope:
-        share = number(raw, "partial_rotary_factor", 1.0)
+        share = positive_number(raw, "partial_rotary_factor", 1.0)
         if share > 1:
             raise UserError(f"partial_rotary_factor={share!r} must be at most 1")
-        return cls(share, number(raw, "factor", 1.0))
+        return cls(share, positive_number(raw, "factor", 1.0))
 
     def written(self) -> JsonObject:
         written = super().written()
@@ -252,9 +256,9 @@ def check_ropes(raw: Raw, full: str, sliding: str, local: str) -> None:
         full, sliding: keys of a `rope_parameters` that has those of each kind of layers.
         local: key of the base frequency of layers with a window.
     """
-    params, scaling = (given(raw.get(key), {}) for key in ("rope_parameters", "rope_scaling"))
+    params, scaling = (value_or(raw.get(key), {}) for key in ("rope_parameters", "rope_scaling"))
     if isinstance(params, dict) and {full, sliding} & params.keys():
-        params, windowed = (given(params.get(key), {}) for key in (full, sliding))
+        params, windowed = (value_or(params.get(key), {}) for key in (full, sliding))
         if isinstance(windowed, dict):
             of_windows = {
                 local: raw.get(local),
@@ -281,11 +285,11 @@ def _one_spelling(params: Raw) -> JsonObject:
     kinds = {key: "longrope" if kind == "su" else kind for key, kind in kinds.items()}
     apart = ("type", "rope_theta", "partial_rotary_factor")
     rest = {key: value for key, value in params.items() if key not in apart}
-    return rest | {"rope_type": given(stated_once(kinds, *kinds), "default")}
+    return rest | {"rope_type": value_or(stated_once(kinds, *kinds), "default")}
 
 
 def _object(raw: Raw, key: str) -> JsonObject:
-    value = given(raw.get(key), {})
+    value = value_or(raw.get(key), {})
     if not isinstance(value, dict):
         raise UserError(f"{key}={short(repr(value))} must be an object, or null")
     return value
@@ -299,16 +303,18 @@ def read_rope(raw: Raw, default_theta: float = 10000.0) -> tuple[float, RopeScal
         default_theta: the base frequency where none of them has one.
     """
     scaling = {**_object(raw, "rope_parameters"), **_object(raw, "rope_scaling")}
-    theta = number(scaling, "rope_theta", number(raw, "rope_theta", default_theta))
-    kind = given(scaling.get("rope_type"), given(scaling.get("type"), "default"))
+    theta = positive_number(
+        scaling, "rope_theta", positive_number(raw, "rope_theta", default_theta)
+    )
+    kind = value_or(scaling.get("rope_type"), value_or(scaling.get("type"), "default"))
     if not isinstance(kind, str) or kind not in KINDS:
         raise UserError(f"rope_type={kind!r} is not supported; supported: {', '.join(KINDS)}")
     positions = size(raw, "max_position_embeddings", 2048)
-    original = given(scaling.get("original_max_position_embeddings"), positions)
+    original = value_or(scaling.get("original_max_position_embeddings"), positions)
     around = {
         "max_position_embeddings": positions,
         # beside the scaling it counts more, as in transformers
-        "original_max_position_embeddings": given(
+        "original_max_position_embeddings": value_or(
             raw.get("original_max_position_embeddings"), original
         ),
     }

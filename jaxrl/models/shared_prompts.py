@@ -28,7 +28,7 @@ from jaxrl.models import flash_decode, split_k
 from jaxrl.models.attention import Attend, on_shards
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import StepKernel, Target, step_kernel_of, target_on
-from jaxrl.models.split_k import LOWEST, Term, join
+from jaxrl.models.split_k import LOWEST, PartialAttention, join_terms
 from jaxrl.sharding.axes import ROWS, divided
 from jaxrl.types import Array
 
@@ -115,9 +115,9 @@ def shared_attender(
             asking, last = jnp.take(own, owners, 0), jnp.take(at, owners)
             seen = jnp.clip(last + 1 - first, 0, k.shape[2])  # keys of each page
             seen = jnp.where(page_owners >= 0, seen, 0)
-        term: Callable[..., Term] = flash_decode.attend
+        term: Callable[..., PartialAttention] = flash_decode.attend_cache
         if kernel == "split-k":
-            term = partial(split_k.attend, capabilities=target_on(mesh).capabilities)
+            term = partial(split_k.attend_parts, capabilities=target_on(mesh).capabilities)
         if kernel is not None and window is None:
             theirs = term(asked, prompt_k, prompt_v, lengths)
         else:  # the queries of one prompt have different windows, which no kernel has
@@ -139,7 +139,7 @@ def shared_attender(
         if paged:  # one term of each slot [B,...] of those of its pages [Q,...]
             found, there = jnp.maximum(table, 0), table >= 0
             read, total = (jnp.take(x, found, 0) for x in ours)  # [B,n,KV,M,...]
-            ours = join((read, jnp.where(there[:, :, None, None], total, LOWEST)), 1)
+            ours = join_terms((read, jnp.where(there[:, :, None, None], total, LOWEST)), 1)
 
         # What a slot reads of its prompt, [R,KV,n*M,...] -> [B,KV,M,...], and of its own keys: two
         # terms of one softmax, in which sinks count once.
@@ -165,7 +165,7 @@ def shared_attender(
     return attend
 
 
-def by_products(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Term:
+def by_products(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> PartialAttention:
     """Computes the term of q [R,KV,M,H] over k, v [R,KV,S,H] where mask [R,M,S] or [R,1,S]."""
     scores = jnp.einsum("rkmh,rksh->rkms", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None], scores * q.shape[-1] ** -0.5, LOWEST)
@@ -178,7 +178,7 @@ def by_products(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Te
     return read / mass[..., None], jnp.log(mass) + top
 
 
-def write(
+def write_pages(
     pool: jax.Array, new: jax.Array, at: jax.Array, table: jax.Array, mesh: Mesh | None
 ) -> jax.Array:
     """Writes new [B,1,KV,H] into the pool [Q,KV,P,H] at the positions `at` [B] of each slot, and

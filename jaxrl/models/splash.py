@@ -13,7 +13,7 @@ BLOCKS = (512, 384, 256, LANES)
 """Tokens of a tile: the largest of these that divides the width."""
 
 
-def attend(
+def attend_tiles(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -39,7 +39,7 @@ def attend(
 
     width, behind = q.shape[1], k.shape[1] - q.shape[1]
     scaled = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    q, k, v = (_padded(x).swapaxes(1, 2) for x in (scaled, k, v))
+    q, k, v = (_pad_lanes(x).swapaxes(1, 2) for x in (scaled, k, v))
     sizes = q.shape[2], k.shape[2]
     mask: splash.Mask = (
         splash.CausalMask(sizes, offset=behind) if causal else splash.FullMask(sizes)
@@ -56,12 +56,12 @@ def attend(
         q_seq_shards=1,
         interpret=interpret,
     )
-    ids = splash.SegmentIds(*(_padded(x).astype(jnp.int32) for x in (queries, keys)))
+    ids = splash.SegmentIds(*(_pad_lanes(x).astype(jnp.int32) for x in (queries, keys)))
     if sinks is not None:
         sinks = sinks.astype(q.dtype)  # of which the kernel's gradient is
     return jax.vmap(run, (0, 0, 0, 0, None))(q, k, v, ids, sinks).swapaxes(1, 2)[:, :width]
 
 
-def _padded(x: jax.Array) -> jax.Array:
+def _pad_lanes(x: jax.Array) -> jax.Array:
     """Pads x [B,T,...] to a multiple of `LANES` positions."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % LANES)] + [(0, 0)] * (x.ndim - 2))

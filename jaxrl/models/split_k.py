@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxrl.models.batching import bucket
 from jaxrl.sharding.targets import block_shared_bytes
 
-Term = tuple[jax.Array, jax.Array]
+PartialAttention = tuple[jax.Array, jax.Array]
 """Of queries [R,KV,M,H]: what they read [R,KV,M,H] float32, and the log-sum-exp of their scores
 [R,KV,M] float32, which is `LOWEST` or near it where there was no key."""
 LOWEST = -1e30
@@ -86,7 +86,7 @@ def shared_by(rows: int, keys: int, head_dim: int, capability: tuple[int, int]) 
     return 2 * ((2 * keys + rows) * head_dim + rows * keys)
 
 
-def attend(
+def attend_parts(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -95,13 +95,13 @@ def attend(
     capabilities: Sequence[tuple[int, int]],
     window: int | None = None,
     interpret: bool = False,
-) -> Term:
+) -> PartialAttention:
     """Computes the term of q [R,KV,M,H] over the first `lengths` [R] int32 positions of a cache k,
     v [R,KV,S,H].
 
-    The kernel gets each part of the keys as a row of its own, and `join` puts the parts together in
-    float32: its own way of doing so rounds the sum of the weights to q's dtype, 0.4% of a head's
-    result in bfloat16.
+    The kernel gets each part of the keys as a row, and `join_terms` adds the parts in float32: its
+    own way of doing so rounds the sum of the weights to q's dtype, 0.4% of a head's result in
+    bfloat16.
 
     Args:
         lengths: where 0, what is read is 0, and the log-sum-exp near `LOWEST`.
@@ -142,11 +142,11 @@ def attend(
     some = jnp.where(mass > 0, mass, 1)
     read = out.astype(jnp.float32) / some[..., None]
     total = jnp.where(mass > 0, jnp.log(some) + top, LOWEST)
-    read, total = join((read.reshape(*by_part, h), total.reshape(by_part)), 1)
+    read, total = join_terms((read.reshape(*by_part, h), total.reshape(by_part)), 1)
     return read.reshape(q.shape), total.reshape(r, kv, m)
 
 
-def join(terms: Term, axis: int) -> Term:
+def join_terms(terms: PartialAttention, axis: int) -> PartialAttention:
     """Joins the terms along an axis to one."""
     read, total = terms
     top = total.max(axis, keepdims=True)
@@ -157,7 +157,7 @@ def join(terms: Term, axis: int) -> Term:
 
 
 @contextlib.contextmanager
-def pretend(capability: tuple[int, int]) -> Iterator[None]:
+def pretend_triton_gpu(capability: tuple[int, int]) -> Iterator[None]:
     """Lets the kernel be lowered for a GPU of this compute capability, where there is none: from
     0.12 on, jax asks this process's own."""
     try:

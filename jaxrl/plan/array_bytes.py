@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh
 
 from jaxrl.config.section import DType
 from jaxrl.config.settings import OptimizerConfig
-from jaxrl.models.attention import BLOCK, block_size
+from jaxrl.models.attention import BLOCK, query_block
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Remat
 from jaxrl.models.experts import AT_ONCE, Experts, block_rows, more_blocks, step_rows
@@ -232,7 +232,7 @@ class Pass:
             return 0
         # The scores of a prompt that a group shares are gone before those of its completions.
         computed = self.width - (self.shared[1] if self.shared is not None else 0)
-        queries = computed if computed <= BLOCK else block_size(computed)
+        queries = computed if computed <= BLOCK else query_block(computed)
         keys = self.width
         if queries < computed and None not in c.windows:
             keys = min(keys, queries + max(window for window in c.windows if window) - 1)

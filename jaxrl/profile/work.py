@@ -16,7 +16,7 @@ from statistics import fmean
 import jax.numpy as jnp
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.family import given
+from jaxrl.models.family import value_or
 from jaxrl.plan.plan_inputs import Setting
 from jaxrl.plan.search import Stage
 
@@ -135,8 +135,8 @@ def decode_work(
     keys = 0.0
     for one, n in c.alike.items():
         if one.n_attention:
-            window = given(one.kinds[0].window, context)
-            seen, fetched = (min(x, window) for x in (context, given(read, context)))
+            window = value_or(one.kinds[0].window, context)
+            seen, fetched = (min(x, window) for x in (context, value_or(read, context)))
             dims = n * tokens * one.head_dim
             flops += 4 * one.n_heads * dims * seen
             keys += 2 * one.n_kv_heads * dims * fetched

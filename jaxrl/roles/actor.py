@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxrl.algorithms.methods import method_of
-from jaxrl.algorithms.signals import with_weights
+from jaxrl.algorithms.signals import add_teacher_weights
 from jaxrl.checkpoint.store import ACTOR
 from jaxrl.checkpoint.writer import Saving, load_arrays, save_arrays
 from jaxrl.config.schema import Config
@@ -28,7 +28,7 @@ from jaxrl.formats.weights import leaves_by_path
 from jaxrl.losses.token_spans import span_baseline
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import GPU
-from jaxrl.models.lora import frozen_and_trained, join
+from jaxrl.models.lora import frozen_and_trained, join_adapters
 from jaxrl.models.packing import held_tokens, room_of, row_devices
 from jaxrl.models.parameters import Layout, Params, head_sharding
 from jaxrl.roles.declared import Program, Remedy, Resident, local_bytes
@@ -200,7 +200,7 @@ class Actor:
             current().changed()
         batch, prepared = self._prepare(rollout, scores)
         if self.config.teachers and batch.teacher is not None:
-            batch, of_teachers = with_weights(self.config, rollout, batch)
+            batch, of_teachers = add_teacher_weights(self.config, rollout, batch)
             prepared |= of_teachers
         tokens = np.asarray(batch.sequences.mask).sum(-1)
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
@@ -417,7 +417,7 @@ class Actor:
         index = self.programs.micro_batches(chosen, units, sequences, group, padded)
         size = room_of(sequences, self._devices, index)
         with phase("log-probs before the batch"):
-            policy = join(self._base, self.state.params)
+            policy = join_adapters(self._base, self.state.params)
             given = (policy, TrainBatch(placed.sequences), index, group, size)
             with current().running(self.programs.old, *given):
                 logprobs = jax.block_until_ready(self.programs.old(*given))
@@ -630,7 +630,7 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
         role, "update", programs.update, given, "actor.update", (UPDATE, STEP), calls=calls
     )
     if batch.old_logprobs is not None:
-        given = join(base, state.params), TrainBatch(sequences), place, group
+        given = join_adapters(base, state.params), TrainBatch(sequences), place, group
         beside = local_bytes((state.opt_state, state.ema, frozen, batch))
         beside -= local_bytes((sequences, base))
         yield Program(

@@ -165,7 +165,7 @@ def encoder_arrays(run: RunArrays) -> Params:
     if model is None:
         return {}
     shapes = {path: jax.ShapeDtypeStruct(s, dtype) for path, s in bert.shapes(model).items()}
-    return placed(bert.tree(shapes), bert.param_shardings(model, run.meshes["grouper"]))
+    return placed(bert.tree(shapes), bert.encoder_shardings(model, run.meshes["grouper"]))
 
 
 def grouper_programs(run: RunArrays) -> Iterator[Program]:

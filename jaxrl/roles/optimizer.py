@@ -84,18 +84,22 @@ def make_optimizer(
     average = average_dtype(config, moment_dtype)
     makers: dict[str, Callable[[], optax.GradientTransformation]] = {
         "adamw": lambda: optax.adamw(
-            rate, c.b1, c.b2, c.eps, 0.0, average, c.weight_decay, decayed
+            rate, c.b1, c.b2, c.eps, 0.0, average, c.weight_decay, decay_mask
         ),
         "adam": lambda: optax.adam(rate, c.b1, c.b2, c.eps, 0.0, average),
         "sgd": lambda: optax.sgd(rate, c.b1 or None, accumulator_dtype=average),
-        "lion": lambda: optax.lion(rate, c.b1, c.b2, average, c.weight_decay, decayed),
+        "lion": lambda: optax.lion(rate, c.b1, c.b2, average, c.weight_decay, decay_mask),
         # The chain of optax's adafactor, but each matrix by itself, and the decay scaled by the
         # learning rate.
         "adafactor": lambda: optax.chain(
             optax.chain(
                 factored_by_matrix(),
                 optax.stateless(_clipped_by_matrix),
-                *([optax.add_decayed_weights(c.weight_decay, decayed)] if c.weight_decay else []),
+                *(
+                    [optax.add_decayed_weights(c.weight_decay, decay_mask)]
+                    if c.weight_decay
+                    else []
+                ),
                 optax.scale(-1),
             ),
             optax.scale_by_learning_rate(rate, flip_sign=False),
@@ -112,7 +116,7 @@ def make_optimizer(
                     rate, c.b1, c.b2, c.eps, mu_dtype=average, weight_decay=0.0, nesterov=True
                 ),
             },
-            lambda params: jax.tree.map(lambda k: "muon" if k else "adam", decayed(params)),
+            lambda params: jax.tree.map(lambda k: "muon" if k else "adam", decay_mask(params)),
         ),
     }
     clip = [] if c.clip_norm is None else [optax.clip_by_global_norm(c.clip_norm)]
@@ -312,7 +316,7 @@ def _mixed(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def decayed(params: Tree) -> Tree:
+def decay_mask(params: Tree) -> Tree:
     """Returns True for the kernels of the blocks, and for adapters: embeddings, head, norms, biases
     and sinks are not decayed."""
     leaves, form = jax.tree_util.tree_flatten_with_path(params)

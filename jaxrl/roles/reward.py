@@ -139,7 +139,7 @@ def read_reward(path: str | os.PathLike[str]) -> tuple[Path, DecoderConfig]:
     return folder, replace(hf.read_config(folder), tie_embeddings=True)
 
 
-def render(
+def encode_completion(
     tokenizer: Tokenizer,
     prompt: str | Sequence[Message],
     completion: str,
@@ -238,7 +238,9 @@ class RewardScorer:
         return (*sequence[:kept], *sequence[over + kept :])
 
 
-def score(path: str | os.PathLike[str], texts: Sequence[str | Sequence[Message]]) -> np.ndarray:
+def score_texts(
+    path: str | os.PathLike[str], texts: Sequence[str | Sequence[Message]]
+) -> np.ndarray:
     """Rewards [N] float32 of texts (taken as they are) or of conversations (by the chat template).
 
     Loads the weights at each call; keep a `RewardScorer` to score often.
@@ -325,7 +327,9 @@ class RewardModel:
         were too long and lost their beginning."""
         own = self._scorer.tokenizer
         sequences = [
-            render(own, before_last_turn(prompt, completion), completion.whole_text, prompt.inputs)
+            encode_completion(
+                own, before_last_turn(prompt, completion), completion.whole_text, prompt.inputs
+            )
             for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
         ]
         with phase("scores"):

@@ -22,7 +22,7 @@ from jaxrl.environments.episode_batches import Episodes
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.lora import frozen_and_trained, join, merged
+from jaxrl.models.lora import frozen_and_trained, join_adapters, merge_adapters
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Layout, Params, abstract_params, param_shardings, unstack
 from jaxrl.roles.actor import PUBLISHED, SENT, shared_base
@@ -46,7 +46,7 @@ class DamagedWeights(RunError):
     """Weights that arrived with other values than the actor sent."""
 
 
-def received(
+def receive_weights(
     weights: Weights,
     expected: Tree,
     shardings: Tree,
@@ -202,7 +202,7 @@ class Sampler:
         """Replaces the weights by the next version of the policy. The old ones are freed first.
 
         Returns:
-            Metrics of the transfer, as of `received`.
+            Metrics of the transfer, as of `receive_weights`.
 
         Raises:
             RuntimeError: the version is not newer than the present one, or is of another model.
@@ -211,7 +211,7 @@ class Sampler:
         if self.version >= 0 and weights.version <= self.version:
             raise RuntimeError(f"got version {weights.version} after version {self.version}")
         how = self._expected, self._shardings, SENT, "the role that samples"
-        arrived, taken = received(weights, *how, free=partial(setattr, self, "params", None))
+        arrived, taken = receive_weights(weights, *how, free=partial(setattr, self, "params", None))
         with phase(f"take version {weights.version}"):
             self._take(arrived)
         self.version = weights.version
@@ -247,7 +247,7 @@ class Sampler:
     @property
     def _weights(self) -> Params:
         assert self.params is not None, "`_sample` refuses it"
-        return self.params if self._merge else join(self._base, self.params)
+        return self.params if self._merge else join_adapters(self._base, self.params)
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
         """Samples `group_size` completions of each prompt and pads them to one batch. The random
@@ -347,7 +347,7 @@ def merge_adapters_program(model: DecoderConfig, mesh: Mesh) -> Wrapped:
     scale = model.lora.scale
 
     def merge(base: Params, adapters: Params) -> Params:
-        return merged(join(unstack(base), adapters), scale)
+        return merge_adapters(join_adapters(unstack(base), adapters), scale)
 
     return jax.jit(merge, out_shardings=param_shardings(model.plain, mesh, "unstacked"))
 

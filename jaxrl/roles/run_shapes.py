@@ -20,12 +20,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.methods import sampled_share
 from jaxrl.algorithms.schedule import SCHEDULES
-from jaxrl.algorithms.signals import Projection, score, signal_tensors
+from jaxrl.algorithms.signals import Projection, score_completions, signal_tensors
 from jaxrl.config.schema import Config
 from jaxrl.config.section import shown
 from jaxrl.errors import UserError
 from jaxrl.losses.token_spans import Outcomes
-from jaxrl.models.batching import round_up, rows_of, width_of
+from jaxrl.models.batching import padded_width, round_up, rows_of
 from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import Target, Use
@@ -540,7 +540,7 @@ class RunArrays:
                 }
             )
         projection, args = self.score(rows, self.teachers[-1])
-        out = jax.eval_shape(partial(score, projection, self.teachers[-1][1]), *args)
+        out = jax.eval_shape(partial(score_completions, projection, self.teachers[-1][1]), *args)
         if role == "actor":
             out = replace(out, baseline=jax.ShapeDtypeStruct((rows, m.new_tokens), jnp.float32))
         signal: TeacherSignal = jax.tree.map(lambda x: self.array(role, x.dtype, *x.shape), out)
@@ -587,7 +587,7 @@ class RunArrays:
         self, role: str, longest: int, batch_tokens: int
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the abstract tokens and mask of a full batch of the longest texts."""
-        width = width_of(longest, longest)
+        width = padded_width(longest, longest)
         rows = rows_of(width, batch_tokens) * self.shapes.axes[role].rows
         return tuple(self.array(role, dtype, rows, width) for dtype in (jnp.int32, bool))
 

@@ -156,7 +156,9 @@ def engine_programs(
     fills = max(-(-prompts // (prefilled * shards)), 1 + refills)
     prompt = params, whole(prefilled * shards, width), whole(prefilled * shards)
     held: Any = shared, slots
-    yield program("prefill", decode.prefill, *prompt, beside=held, calls=fills, record=record)
+    yield program(
+        "prefill", decode.prefill_prompts, *prompt, beside=held, calls=fills, record=record
+    )
     copies: Any = shared, cache(prefilled * shards, width), whole(count)
     yield program("insert", decode.insert, *copies, beside=(params, slots), calls=fills)
 
@@ -186,12 +188,12 @@ def engine_programs(
         answers, calls = ANSWER_ROWS * shards, -(-prompts * samples // ANSWER_ROWS)
         texts = whole(answers, ANSWER_TOKENS[1]), *[whole(answers)] * 5
         arrays: Any = params, slots, shared, *texts
-        yield program("answers of environments", decode.extend, *arrays, calls=calls)
+        yield program("answers of environments", decode.extend_slots, *arrays, calls=calls)
     if paged:
         new = engine.max_new_tokens
         longest = engine.prompt_width(engine.max_prompt_tokens + new, beyond=new)
         arrays, held = (params, whole(shards, longest), whole(shards)), (shared, slots)
-        yield program("read again", decode.prefill, *arrays, beside=held, calls=0)
+        yield program("read again", decode.prefill_prompts, *arrays, beside=held, calls=0)
         copies = slots, shared, cache(shards, longest)
         targets = whole(shards), whole(shards), whole(shards, pages_of(longest))
         arrays = *copies, *targets

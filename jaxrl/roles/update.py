@@ -24,7 +24,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
-from jaxrl.models.lora import frozen_and_trained, join
+from jaxrl.models.lora import frozen_and_trained, join_adapters
 from jaxrl.models.parameters import (
     Layout,
     Params,
@@ -37,12 +37,7 @@ from jaxrl.models.parameters import (
 )
 from jaxrl.roles.declared import placed
 from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
-from jaxrl.roles.optimizer import (
-    apply_changes,
-    make_optimizer,
-    schedule_at,
-    state_shardings,
-)
+from jaxrl.roles.optimizer import apply_changes, make_optimizer, schedule_at, state_shardings
 from jaxrl.sharding.axes import ROWS, TOKENS, row_shards
 from jaxrl.types import Array, Frozen, Loss, Sequences, Totals, TrainBatch, Tree
 
@@ -188,12 +183,7 @@ class ActorPrograms:
         return {"layers": params["layers"]} if layout == "unstacked" else {}
 
     def micro_batches(
-        self,
-        chosen: np.ndarray,
-        lengths: np.ndarray,
-        sequences: Sequences,
-        group: int,
-        padded: int,
+        self, chosen: np.ndarray, lengths: np.ndarray, sequences: Sequences, group: int, padded: int
     ) -> np.ndarray:
         """Cuts a minibatch into micro-batches: [n, b] row numbers, -1 for padding.
 
@@ -217,7 +207,7 @@ class ActorPrograms:
         def micro_loss(
             params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals
         ) -> tuple[Array, Tree]:
-            policy = join(frozen.get(BASE, {}), params)
+            policy = join_adapters(frozen.get(BASE, {}), params)
             pair, metrics, maxima = self._loss(policy, frozen, batch, totals)
             each = {name: pair for name, pair in metrics.items() if pair[0].ndim > 0}
             return pair[0], ({"loss": pair, **jax.tree.map(jnp.sum, metrics)}, maxima, each)
@@ -257,7 +247,7 @@ class ActorPrograms:
             totals = Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))
             if self.config.student.router_aux_loss_coef > 0 and len(rows) > 1:
                 assert self.model.experts is not None
-                policy_params = join(frozen.get(BASE, {}), params)
+                policy_params = join_adapters(frozen.get(BASE, {}), params)
 
                 def count_experts(added: Array, index: jax.Array) -> tuple[Array, None]:
                     micro = micro_batch(batch, index, self.mesh, group, room)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import cloudpickle
 
-from jaxrl.algorithms.methods import configured_correction, method_of, objective_notes
+from jaxrl.algorithms.methods import correction_of, method_of, objective_notes
 from jaxrl.checkpoint.fingerprint import (
     BASE_WEIGHTS,
     changes,
@@ -423,7 +423,7 @@ def _check_code(
             )
     if config.learns_from_rewards:
         with user_input("policy"):
-            configured_correction(config)
+            correction_of(config)
             if config.spec.loss is not None:
                 notes += objective_notes(config)
         with closing(reward_functions(config, given.code)) as rewards:

@@ -26,7 +26,7 @@ from jaxrl.models.layers import by_rows
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import Pages, Seats
 from jaxrl.process import xla_flags
-from jaxrl.sampling.sampler import SamplingArrays, sample, sample_keys, uniforms
+from jaxrl.sampling.sampler import SamplingArrays, draw_tokens, sample_keys, uniforms
 from jaxrl.sharding.axes import EXPERTS, ROWS
 from jaxrl.types import Array, Tree
 
@@ -127,7 +127,7 @@ def _on_each_device(
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
-def extend(
+def extend_slots(
     config: DecoderConfig,
     mesh: Mesh | None,
     params: Params,
@@ -140,7 +140,7 @@ def extend(
     slots: jax.Array,
     rows: jax.Array,
 ) -> Cache:
-    """Reads further tokens of some slots: computes their keys and values, as `prefill` does those
+    """Computes the keys and values of further tokens of some slots, as `prefill_prompts` does those
     of prompts.
 
     Args:
@@ -171,7 +171,7 @@ def extend(
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "record"))
-def prefill(
+def prefill_prompts(
     config: DecoderConfig,
     mesh: Mesh | None,
     params: Params,
@@ -199,17 +199,13 @@ def prefill(
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
 def insert(
-    config: DecoderConfig,
-    mesh: Mesh | None,
-    cache: Cache,
-    prompts: Cache,
-    source: jax.Array,
+    config: DecoderConfig, mesh: Mesh | None, cache: Cache, prompts: Cache, source: jax.Array
 ) -> Cache:
     """Copies row source[i] of a device's `prompts` into row i of its `cache`, where that is not -1.
 
     Args:
         cache: of B rows, which slots share, and S positions; donated.
-        prompts: of a `prefill`, of X*b rows and P positions; those from S on, if any, are left out.
+        prompts: of `prefill_prompts`, of X*b rows and P positions; those from S on are left out.
         source: [B] int32: rows of `prompts`, counted among the device's own.
     """
 
@@ -243,7 +239,7 @@ def insert_again(
     Args:
         cache: a pool of pages of P positions, donated.
         prompts: those that slots share, donated.
-        read: of a `prefill` of X rows.
+        read: of `prefill_prompts`, X rows.
         rows: [X] int32: the row of `prompts`, counted among the shard's own; -1: it is there.
         starts: [X] int32: the position that is the first one of the pages.
         pages: [X, n] int32: the pages, counted likewise; -1: none.
@@ -335,7 +331,7 @@ def launch(
         routed: list[Routed] = []
         active = by_rows(counts < limits, mesh)
         arguments = config, params, cache, tokens, positions, shared
-        hidden, cache = decoder.decode(*arguments, live=active, mesh=mesh, routed=routed)
+        hidden, cache = decoder.decode_step(*arguments, live=active, mesh=mesh, routed=routed)
         logits = decoder.logits(config, params, hidden)
         if mesh is not None:
             # Rows over all axes, and V whole: each row is sampled by one device, in one order of
@@ -343,7 +339,7 @@ def launch(
             vocab = "tensor" if logits.shape[1] % mesh.shape["tensor"] == 0 else None
             for spec in (PartitionSpec(ROWS, vocab), PartitionSpec((*ROWS, "tensor"), None)):
                 logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, spec))
-        draw = sample(logits, by_rows(uniforms(keys, counts), mesh), knobs)
+        draw = draw_tokens(logits, by_rows(uniforms(keys, counts), mesh), knobs)
         logprobs = jnp.stack([draw.logprobs, draw.sampler_logprobs], -1)
         bits = jax.lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)
         drawn = by_rows(jnp.concatenate([draw.tokens[:, None], bits], -1), mesh)

@@ -46,12 +46,7 @@ from jaxrl.models.shared_prompts import PAGE, why_not_paged
 from jaxrl.process.compilations import compilations
 from jaxrl.process.waiting import waiting
 from jaxrl.sampling import decode
-from jaxrl.sampling.partial_completion import (
-    PartialCompletion,
-    Partner,
-    find_stop,
-    until_stop,
-)
+from jaxrl.sampling.partial_completion import PartialCompletion, Partner, find_stop, until_stop
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.slots import PagePool, PromptRows, Slots, pages_of, pool_pages
 from jaxrl.sharding.axes import row_shards
@@ -454,8 +449,8 @@ class _Generation:
                     tokens[shard, i, : len(read)], lengths[shard, i] = read, len(read)
                     source[shard, row] = i
             arguments = (*self.on, self.params, tokens.reshape(-1, width), lengths.reshape(-1))
-            with self.ledger.running(decode.prefill, *arguments, record=self.record):
-                prefilled, experts = decode.prefill(*arguments, record=self.record)
+            with self.ledger.running(decode.prefill_prompts, *arguments, record=self.record):
+                prefilled, experts = decode.prefill_prompts(*arguments, record=self.record)
                 jax.block_until_ready(prefilled)
             self.ledger.put(CACHE, (self.cache, self.prompt_cache, prefilled))
             caches = self.prompt_cache, prefilled
@@ -513,8 +508,8 @@ class _Generation:
                 pages[shard, : len(filled)] = filled
                 where[shard] = rows.pop((shard, sample.prompt), -1)
             arguments = (*self.on, self.params, tokens, lengths)
-            with self.ledger.running(decode.prefill, *arguments):
-                again, _ = decode.prefill(*arguments)
+            with self.ledger.running(decode.prefill_prompts, *arguments):
+                again, _ = decode.prefill_prompts(*arguments)
             self.ledger.put(CACHE, (self.cache, self.prompt_cache, again))
             caches = self.cache, self.prompt_cache, again
             self.cache, self.prompt_cache = decode.insert_again(
@@ -746,8 +741,8 @@ class _Generation:
         each = (x.reshape(-1) for x in (positions, starts, lengths, slots, rows))
         caches, read = (self.cache, self.prompt_cache), tokens.reshape(-1, width)
         arguments = (*self.on, self.params, *caches, read, *each)
-        with self.ledger.running(decode.extend, *arguments):
-            self.cache = decode.extend(*arguments)
+        with self.ledger.running(decode.extend_slots, *arguments):
+            self.cache = decode.extend_slots(*arguments)
         return left
 
     def _free(self, sample: PartialCompletion) -> None:

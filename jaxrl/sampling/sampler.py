@@ -153,7 +153,9 @@ def uniforms(keys: UInt32[Array, "B 2"], positions: Int32[Array, " B"]) -> Float
     return jax.vmap(partial(jax.random.uniform, shape=(2,)))(folded)
 
 
-def sample(logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: SamplingArrays) -> Draw:
+def draw_tokens(
+    logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: SamplingArrays
+) -> Draw:
     """Draws one token for each row, by numbers from `uniforms` and knobs from `sampling_arrays`."""
     scale = 1.0 if knobs.temperature is None else 1 / knobs.temperature  # as in the losses
     blocks = _blocks(logits, -jnp.inf)

@@ -99,9 +99,7 @@ def parse(spec: str) -> Placement:
 
 
 def place(
-    spec: str,
-    needed: Iterable[str] = (),
-    slices: Mapping[str, str | None] | None = None,
+    spec: str, needed: Iterable[str] = (), slices: Mapping[str, str | None] | None = None
 ) -> Placement:
     """Reads a `--mesh` spec and completes it: needed roles that it leaves out join the actor's
     pool, and `slices` restrict roles to some devices of their pool.

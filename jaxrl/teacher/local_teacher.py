@@ -18,10 +18,10 @@ from jax.stages import Wrapped
 
 from jaxrl.algorithms.signals import (
     Projection,
-    by_teacher,
-    merged_signal,
+    merge_signal,
     mixture_signal,
-    score,
+    prompts_by_teacher,
+    score_completions,
     teacher_weights,
 )
 from jaxrl.config.schema import Config
@@ -38,7 +38,7 @@ from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import PUBLISHED, SENT_TO_TEACHER
 from jaxrl.roles.declared import Program, Resident, local_bytes
 from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_padding, scored_part
-from jaxrl.roles.rollout import Sampler, received
+from jaxrl.roles.rollout import Sampler, receive_weights
 from jaxrl.roles.run_shapes import RunArrays, generates
 from jaxrl.roles.sampling_programs import sampling_programs
 from jaxrl.runtime.worker import phase
@@ -187,9 +187,9 @@ class LocalTeacher:
 
     def load(self, weights: Weights) -> dict[str, float]:
         """Takes the next version of weights that follow the policy, once the old one is freed.
-        Returns and raises as `received`."""
+        Returns and raises as `receive_weights`."""
         how = self._expected, self._shardings, SENT_TO_TEACHER, "the teacher"
-        params, taken = received(weights, *how, free=partial(self._write, None))
+        params, taken = receive_weights(weights, *how, free=partial(self._write, None))
         self._write(params)
         verify_arrays("teacher", params, self._scorer.mesh)
         return taken
@@ -280,7 +280,7 @@ class RoutedTeachers:
         self, method: str, prompts: Sequence[Prompt], step: int | None = None
     ) -> list[list[Completion]]:
         sampled: dict[int, list[Completion]] = {}
-        for name, rows in by_teacher(self._config, prompts).items():
+        for name, rows in prompts_by_teacher(self._config, prompts).items():
             if rows:
                 sampler, asked = self._samplers[name], [prompts[i] for i in rows]
                 with self._turn(method, name):
@@ -399,7 +399,7 @@ def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
         temperature: Array | None = None,
     ) -> tuple[TeacherSignal, Array]:
         at = projection if temperature is None else replace(projection, temperature=temperature)
-        signal = score(at, model, params, sequences, ids, alignment, outcomes)
+        signal = score_completions(at, model, params, sequences, ids, alignment, outcomes)
         return jax.tree.map(lambda x: x[:live], (signal, broken_rows(signal)))
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
@@ -432,7 +432,7 @@ def merge_program(projection: Projection, width: int) -> Wrapped:
     """
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
-    return jax.jit(partial(merged_signal, width=width), out_shardings=rows)
+    return jax.jit(partial(merge_signal, width=width), out_shardings=rows)
 
 
 def teacher_metrics(

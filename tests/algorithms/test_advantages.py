@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms.advantages import (
-    batch_normalised,
     decoupled_rewards,
     group_advantages,
+    normalise_batch,
     opd_advantages,
+    remove_rounding,
     select_groups,
-    without_rounding,
 )
 from jaxrl.rewards.batch_rewards import combine_rewards, soft_overlong
 
@@ -113,7 +113,7 @@ def test_kept_groups_are_those_with_an_advantage():
 
 def test_what_differs_by_less_than_rounding_is_the_same():
     values = np.array([1.0, 1.0 + 1e-7, 1.0, 1.5, 7.0])
-    got = without_rounding(values, np.array([0, 0, 1, 1, -1]), 1e-6)
+    got = remove_rounding(values, np.array([0, 0, 1, 1, -1]), 1e-6)
     np.testing.assert_allclose(got[:2], 1 + 5e-8, rtol=1e-15)
     np.testing.assert_array_equal(got[2:], values[2:])
 
@@ -168,7 +168,7 @@ def gdpo(rewards, weights, ids, scale=True, totals=None):
     if totals is None:
         totals = sum(weights[name] * np.asarray(given, float) for name, given in rewards.items())
     summed = decoupled_rewards(rewards, weights, totals, ids, scale_by_std=scale)
-    return batch_normalised(summed, scale_by_std=scale)
+    return normalise_batch(summed, scale_by_std=scale)
 
 
 def test_gdpo_by_hand():

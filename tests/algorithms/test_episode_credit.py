@@ -13,7 +13,7 @@ import pytest
 from jaxrl import Config
 from jaxrl.algorithms import sampled_batch
 from jaxrl.algorithms.advantages import group_advantages, turn_advantages
-from jaxrl.algorithms.methods import configured
+from jaxrl.algorithms.methods import objective_of
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.checkpoint.writer import load_rollout, save_rollout
 from jaxrl.data.batch import make_rollout
@@ -310,8 +310,8 @@ def test_a_function_of_weight_0_changes_no_turn() -> None:
 def test_whole_ratios_have_no_credit_of_turns() -> None:
     refused = config(credit="turn").model_copy(update={"algorithm": "gspo"})
     with pytest.raises(ValueError, match="environment.credit=turn weighs single turns"):
-        configured(refused)
-    assert configured(config(credit="turn")).ratio == "token"
+        objective_of(refused)
+    assert objective_of(config(credit="turn")).ratio == "token"
 
 
 def test_batches_of_older_checkpoints_are_read(tmp_path: Path) -> None:

@@ -16,21 +16,21 @@ from rounding import tolerance
 from tiny_models import make_mesh, random_params
 
 from jaxrl.algorithms.advantages import (
-    batch_normalised,
     decoupled_rewards,
     group_advantages,
+    normalise_batch,
 )
 from jaxrl.algorithms.methods import (
     METHODS,
     Policy,
-    configured,
     method_of,
     needed_roles,
     objective_notes,
+    objective_of,
     policy_objective,
 )
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
-from jaxrl.algorithms.signals import packed
+from jaxrl.algorithms.signals import pack_completions
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
@@ -38,7 +38,7 @@ from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.distill import entropy_aware_from_topk
 from jaxrl.losses.divergence import EntropyAware
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.packing import pack
+from jaxrl.models.packing import pack_sequences
 from jaxrl.models.parameters import param_shardings
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import Actor
@@ -121,12 +121,12 @@ def drawn():
 
 def mean_loss(cfg, hidden, kernel, batch, teacher_head):
     mesh = make_mesh(1, 1, 1)
-    evaluate, packing = policy_objective(cfg, MODEL, mesh, V), pack(batch.sequences, mesh)
+    evaluate, packing = policy_objective(cfg, MODEL, mesh, V), pack_sequences(batch.sequences, mesh)
     mask, policy = batch.sequences.loss_mask, batch.policy_mask
     counts = mask.sum(), policy.sum(), policy.any(-1).sum()
     totals = Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))  # as an actor
     frozen = {"teacher_head": teacher_head}
-    given = batch, packed(packing, batch), frozen, totals
+    given = batch, pack_completions(packing, batch), frozen, totals
     policy = Policy(packing, packing.completions.pack(hidden), kernel, *given)
     (total, count), sums, maxima = evaluate(policy)
     return total / jnp.maximum(count, 1), (sums, maxima)
@@ -382,7 +382,7 @@ def test_stale_samples_are_corrected_unless_asked_otherwise():
 @pytest.mark.parametrize("algorithm", REWARDED)
 def test_to_set_what_an_algorithm_has_changes_nothing(algorithm):
     plain = config(algorithm)
-    spec, objective = plain.spec, configured(plain)
+    spec, objective = plain.spec, objective_of(plain)
     own = {"ratio": spec.loss.ratio, "aggregation": spec.loss.aggregation, **spec.loss.settings}
     own |= {"scale_by_std": spec.scale_by_std, "dynamic_sampling": plain.dynamic_sampling}
     own |= {"correction": list(plain.correction)}
@@ -393,7 +393,7 @@ def test_to_set_what_an_algorithm_has_changes_nothing(algorithm):
     keys |= {"reward.overlong_buffer": plain.rewards.overlong_buffer}
     for asked in [{key: value} for key, value in keys.items()] + [keys]:
         found = Config.of(plain, asked)
-        assert configured(found) == objective
+        assert objective_of(found) == objective
         assert found.minibatches == plain.minibatches and found.rewards == plain.rewards
         assert (found.dynamic_sampling, found.correction) == (
             plain.dynamic_sampling,
@@ -417,8 +417,8 @@ def test_kl_and_entropy_are_aggregated_as_the_policy_loss():
 
 def test_opd_of_whole_sequences_is_refused_before_the_start():
     with pytest.raises(ValueError, match=r"opd_coef=1 weighs single tokens.*gspo_token"):
-        configured(config("gspo", *OPD))
-    assert configured(config("gspo_token", *OPD)).ratio == "sequence_token"
+        objective_of(config("gspo", *OPD))
+    assert objective_of(config("gspo_token", *OPD)).ratio == "sequence_token"
 
 
 # From rewards to a batch.
@@ -498,12 +498,12 @@ def test_rewards_that_are_normalised_each_by_itself():
     ids, weights = rollout().group_ids, {"exact": 2, "math": 1}
     got, told = batch(task, each)
     summed = decoupled_rewards(each, weights, task, ids)
-    np.testing.assert_allclose(got.advantages, batch_normalised(summed), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got.advantages, normalise_batch(summed), rtol=1e-5, atol=1e-6)
     assert told["policy/degenerate_groups"] == 0  # math differs where exact does not
     keys = ["reward.overlong_buffer=4", "reward.overlong_penalty=0.5"]
     longer, _ = batch(task + 0.5 * overlong["overlong"], each | overlong, *keys)
     summed = decoupled_rewards(each | overlong, weights | {"overlong": 0.5}, task, ids)
-    np.testing.assert_allclose(longer.advantages, batch_normalised(summed), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(longer.advantages, normalise_batch(summed), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

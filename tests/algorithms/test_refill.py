@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms.protocols import RewardRole
-from jaxrl.algorithms.sampled_batch import refilled
+from jaxrl.algorithms.sampled_batch import refill_batch
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.rewards.batch_rewards import RewardReport
@@ -75,7 +75,7 @@ class Source:
 
 def refill(*attempts, **options):
     source = Source(attempts, **options)
-    batch, report = (future.result() for future in refilled(source, 5))
+    batch, report = (future.result() for future in refill_batch(source, 5))
     assert source.attempt == len(attempts)
     return SimpleNamespace(batch=batch, report=report, metrics=report.metrics)
 

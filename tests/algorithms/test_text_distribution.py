@@ -19,7 +19,7 @@ from jaxrl import Config
 from jaxrl.algorithms.signals import Projection, distill_loss
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.token_alignment import Aligner, ModelTokenizer
-from jaxrl.losses.token_spans import at_student_tokens, teacher_signal
+from jaxrl.losses.token_spans import aligned_signal, at_student_tokens
 from jaxrl.types import Completion, Prompt, TrainBatch
 
 
@@ -98,7 +98,7 @@ class Lesson:
 
         @jax.jit
         def send(hidden, tokens):
-            found = teacher_signal(hidden, eye, tokens, aligner.outcomes, **how)
+            found = aligned_signal(hidden, eye, tokens, aligner.outcomes, **how)
             found = jax.tree.map(
                 lambda x: jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0), found
             )

@@ -137,7 +137,7 @@ def test_a_mesh_gives_the_same_completions(folder: Path, model: Model) -> None:
 
 def test_calls_of_like_size_share_their_programs(model: Model) -> None:
     generate(model, ["abc"], n=SEVERAL, max_new_tokens=8, top_p=0.9, top_k=40)
-    programs = (decode.launch, decode.insert, decode.prefill)
+    programs = (decode.launch, decode.insert, decode.prefill_prompts)
     compiled = [f._cache_size() for f in programs]
     other = {"temperature": 0.5, "top_p": 0.5, "top_k": 9, "seed": 9}
     generate(model, ["abcdefgh"], n=8, max_new_tokens=20, **other)

@@ -28,7 +28,7 @@ from jaxrl.export import export
 from jaxrl.formats import peft, weights
 from jaxrl.formats.hf import write_folder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.lora import TARGETS, Lora, join
+from jaxrl.models.lora import TARGETS, Lora, join_adapters
 
 computed = jax.jit(loss_and_logits, static_argnums=0)
 RAW = {"model_type": "llama", "rope_theta": 1e4, **BASE, **ADAPTED}
@@ -68,7 +68,7 @@ def test_logits_are_those_of_peft(folders):
     assert lora.targets == ("q_proj", "v_proj", "down_proj")
     assert lora.scale == pytest.approx(6 / np.sqrt(2))  # of use_rslora
     trained = source.with_lora(lora)
-    beside = join(trained.load(), trained.load_adapters(None, np.float32, 0))
+    beside = join_adapters(trained.load(), trained.load_adapters(None, np.float32, 0))
     _, found = computed(trained.config, beside, tokens, mask)
     np.testing.assert_allclose(found[mask], theirs[mask], rtol=0, atol=1e-4)
 
@@ -268,7 +268,7 @@ def test_projections_that_share_a_tensor_share_an_adapter(fused):
     assert jax.tree.structure(loaded) == jax.tree.structure(moved)
     assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(moved)))
     tokens, mask = batch(BASE["vocab_size"])
-    _, beside = computed(trained.config, join(trained.load(), moved), tokens, mask)
+    _, beside = computed(trained.config, join_adapters(trained.load(), moved), tokens, mask)
     read = np.asarray(load_model(folder).logits(tokens, mask))
     np.testing.assert_allclose(read[mask], beside[mask], rtol=0, atol=5e-4)
 
@@ -302,7 +302,7 @@ def test_each_expert_has_a_pair_in_the_file(mixture):
     assert jax.tree.structure(loaded) == jax.tree.structure(moved)
     assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(moved)))
     tokens, mask = batch(config.vocab_size)
-    _, beside = computed(config, join(trained.load(), moved), tokens, mask)
+    _, beside = computed(config, join_adapters(trained.load(), moved), tokens, mask)
     read = np.asarray(load_model(folder).logits(tokens, mask))
     np.testing.assert_allclose(read[mask], beside[mask], rtol=0, atol=5e-4)
 

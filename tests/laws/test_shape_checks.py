@@ -7,7 +7,7 @@ import shape_checks
 from jaxtyping import TypeCheckError
 from tiny_models import make_mesh, tiny_model
 
-from jaxrl.algorithms.advantages import opd_advantages, within
+from jaxrl.algorithms.advantages import opd_advantages, standardise_groups
 from jaxrl.algorithms.signals import Projection, teacher_signal
 from jaxrl.config.settings import DistillConfig
 from jaxrl.losses.algorithm_table import ALGORITHMS
@@ -17,7 +17,7 @@ from jaxrl.losses.distill import topk_divergence_from_hidden
 from jaxrl.losses.divergence import masked_sum, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.policy import kl_in_reward, make_objective, policy_loss, token_mean
-from jaxrl.models.decoder import decode, forward
+from jaxrl.models.decoder import decode_step, forward
 from jaxrl.types import Sequences
 
 WIDE, MASK, NARROW = jnp.zeros((2, 3)), jnp.ones((2, 3), bool), jnp.zeros(2)
@@ -54,10 +54,10 @@ def signal_of_one_state_per_sequence():
         ("ids", lambda: VocabShard(0, 3, 3, False).at(WIDE, ID)),
         ("tokens", lambda: logprobs_from_hidden(HIDDEN, HEAD, ID)),
         ("teacher_logprobs", lambda: opd_advantages(NARROW, WIDE, NARROW, MASK)),
-        ("ids", lambda: within(np.zeros(2), np.zeros((2, 3), int), None)),
+        ("ids", lambda: standardise_groups(np.zeros(2), np.zeros((2, 3), int), None)),
         ("hidden", signal_of_one_state_per_sequence),
         ("mask", lambda: forward(MODEL, PARAMS, IDS[..., 0], MASK[:, 0])),
-        ("positions", lambda: decode(MODEL, PARAMS, [], ID, IDS[..., 0], None)),
+        ("positions", lambda: decode_step(MODEL, PARAMS, [], ID, IDS[..., 0], None)),
     ],
 )
 def test_one_value_per_sequence_for_one_per_token_is_refused_by_name(argument, call):

@@ -34,7 +34,7 @@ from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import param_shardings
 from jaxrl.roles.actor import SENT, Actor, Weights
-from jaxrl.roles.rollout import DamagedWeights, Sampler, received
+from jaxrl.roles.rollout import DamagedWeights, Sampler, receive_weights
 from jaxrl.runtime import serialization
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh, verify_arrays
@@ -376,7 +376,7 @@ def test_a_number_that_changes_in_a_process_ends_the_run():
                 samples.load(Weights(1, damaged, 4, sums))
             else:
                 shardings = NamedSharding(mesh, PartitionSpec())
-                received(
+                receive_weights(
                     Weights(1, damaged, 4, sums), tree, shardings, SENT, "rollout", lambda: None
                 )
 

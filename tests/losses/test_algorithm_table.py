@@ -9,7 +9,7 @@ import pytest
 from objectives import config
 
 from jaxrl import Config
-from jaxrl.algorithms.methods import METHODS, Method, configured, method_of, objective_notes
+from jaxrl.algorithms.methods import METHODS, Method, method_of, objective_notes, objective_of
 from jaxrl.checkpoint.fingerprint import compare
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import ALGORITHMS, AlgorithmSpec, find_algorithm
@@ -45,7 +45,7 @@ def test_the_defaults_are_those_of_the_table(name: str) -> None:
     assert made.rewards.overlong_buffer == int(spec.overlong_share * made.max_new_tokens)
     assert config(name, "batch_size=240", "actor.minibatches=3").minibatches == 3
     assert spec.loss is not None
-    chosen = configured(made)
+    chosen = objective_of(made)
     assert vars(chosen.term).items() >= spec.loss.settings.items()
     assert chosen.ratio == spec.loss.ratio
 
@@ -83,7 +83,7 @@ def test_an_algorithm_of_ones_own_is_found_from_the_file_that_names_it(
     made = Config.load(file, ["policy.clip_low=null", "policy.clip_high=null"])
     assert made.algorithm == f"{tmp_path / 'here' / 'mine.py'}:mine"
     assert made.learns_from_rewards and made.minibatches == 2
-    assert vars(configured(made).term)["clip_high"] == 1.0
+    assert vars(objective_of(made).term)["clip_high"] == 1.0
     assert method_of(made) is METHODS["rewards"]
     monkeypatch.chdir(tmp_path)
     on_the_command_line = [*made_overrides(), "algorithm=here/mine.py:mine"]

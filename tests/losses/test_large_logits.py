@@ -22,7 +22,7 @@ from jaxrl.losses.head import (
     logprobs_at,
     topk_from_hidden,
 )
-from jaxrl.sampling.sampler import SamplingParams, sample, sampling_arrays
+from jaxrl.sampling.sampler import SamplingParams, draw_tokens, sampling_arrays
 from jaxrl.score.score_data import _kl
 from jaxrl.types import Aligned, AlignedSignal
 
@@ -245,12 +245,12 @@ def elsewhere():
 
     def run(z, t, tokens, logprobs):
         settings = {"signal": "topk", "top_k": K, **options}
-        sent = token_spans.teacher_signal(t, HEAD, tokens, outcomes, **settings)
+        sent = token_spans.aligned_signal(t, HEAD, tokens, outcomes, **settings)
         signal = AlignedSignal(logprobs, hidden=t, kinds=kinds, sizes=jnp.ones_like(logprobs))
 
         def loss(z):
             settings = {"beta": 0.3, "ratio_cap": 2.0, **options}
-            return token_spans.loss(
+            return token_spans.span_loss(
                 z, HEAD, tokens, MASK, signal, logprobs, outcomes, HEAD, **settings
             )[0]
 
@@ -282,7 +282,7 @@ def test_the_sampler_s_log_probs_are_the_learner_s(truncation, temperature):
     """To the rounding of one sum in two orders."""
     knobs = sampling_arrays(SamplingParams(1, temperature, **truncation), 0, 0)
     rows, random = STUDENT.reshape(-1, V), np.random.default_rng(6).random((4 * len(SCALES), 2))
-    run = jax.jit(sample)
+    run = jax.jit(draw_tokens)
     draw, *shifted = (
         jax.device_get(run(rows + np.float32(shift), random.astype(np.float32), knobs))
         for shift in (0, *SHIFTS)

@@ -14,7 +14,7 @@ from cases import and_slow
 from numpy_losses import jsd, log_softmax, value_and_gradients
 
 from jaxrl.losses import token_spans
-from jaxrl.losses.token_spans import Outcomes, span_sums, teacher_signal
+from jaxrl.losses.token_spans import Outcomes, aligned_signal, span_sums
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Aligned, AlignedSignal
@@ -89,7 +89,7 @@ def program(**settings):
     """Of the loss, its metrics and its gradients, at some settings: all else is an argument."""
 
     def loss(hidden, head, mask, signal, given):
-        total, _, metrics = token_spans.loss(
+        total, _, metrics = token_spans.span_loss(
             *(hidden, head, TOKENS, mask, signal, SAMPLER, given, THEIR_HEAD), **settings
         )
         return total, metrics
@@ -150,7 +150,7 @@ def test_with_an_outcome_for_each_token_it_is_the_loss_of_one_vocabulary():
     given = Outcomes(np.arange(V), teacher)
 
     def other(hidden, head):
-        return token_spans.loss(
+        return token_spans.span_loss(
             *(hidden, head, TOKENS, MASK, sent(), SAMPLER, given, THEIR_HEAD[:V]),
             beta=0.4,
             ratio_cap=2.0,
@@ -190,7 +190,7 @@ def test_the_gradient_is_that_of_finite_differences():
 def best_outcomes(k, **settings):
     given = {"signal": "topk", "top_k": k, "temperature": 1.3, "chunk": CHUNK} | settings
     tokens = np.zeros((B, C), np.int32)
-    send = jax.jit(lambda h, w: teacher_signal(h, w, tokens, OUTCOMES, **given))
+    send = jax.jit(lambda h, w: aligned_signal(h, w, tokens, OUTCOMES, **given))
     return jax.device_get(send(THEIRS, THEIR_HEAD))
 
 
@@ -344,7 +344,7 @@ def test_the_estimate_is_unbiased():
             z, tokens, signal, own = jax.tree.map(lambda x: x[None], (z, tokens, signal, own))
             mask = np.ones((1, 2), bool)
             settings = {"beta": 1.0, "ratio_cap": 2.0}
-            return token_spans.loss(z, head, tokens, mask, signal, own, given, **settings)[0]
+            return token_spans.span_loss(z, head, tokens, mask, signal, own, given, **settings)[0]
 
         return (share * jax.vmap(one)(z, tokens, signal, own)).sum()
 
@@ -364,7 +364,9 @@ def test_no_single_span_is_the_gradient_of_a_batch():
 
     def loss(z):
         tokens, settings = np.zeros((1, 6), int), {"beta": 1.0, "ratio_cap": 2.0}
-        total, _, metrics = token_spans.loss(z, head, tokens, mask, signal, own, given, **settings)
+        total, _, metrics = token_spans.span_loss(
+            z, head, tokens, mask, signal, own, given, **settings
+        )
         return total, metrics
 
     (total, metrics), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(z)

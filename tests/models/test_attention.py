@@ -34,7 +34,7 @@ from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_step_kernel
-from jaxrl.models.packing import pack
+from jaxrl.models.packing import pack_sequences
 from jaxrl.models.parameters import param_shardings
 from jaxrl.sampling.decode import cache_specs
 from jaxrl.types import Sequences
@@ -188,7 +188,7 @@ def test_the_calls_of_a_group_are_joined_to_the_attention_of_whole_rows(as_cudnn
     keys = np.concatenate([before, real], 1)
 
     def joined(q: Any, shared: Any, own: Any) -> jax.Array:
-        out = cudnn.attend_joined(q, shared, own, PROMPTS, LENGTHS)
+        out = cudnn.attend_groups(q, shared, own, PROMPTS, LENGTHS)
         return jnp.where(real[..., None, None], out, 0)
 
     rows = [np.concatenate([np.repeat(x, G, 0), y], 1) for x, y in zip(shared, own, strict=True)]
@@ -196,7 +196,7 @@ def test_the_calls_of_a_group_are_joined_to_the_attention_of_whole_rows(as_cudnn
     d_shared = [d[:, :W].reshape(P, G, W, KV, H).sum(1) for d in d_rows]
     expected = out, (d_q, d_shared, [d[:, W:] for d in d_rows])
     assert_close(gradients(joined, q, shared, own), expected)
-    run = jax.jit(cudnn.attend_joined)
+    run = jax.jit(cudnn.attend_groups)
     assert np.isfinite(run(q, shared, own, PROMPTS, LENGTHS)).all()
 
 
@@ -287,7 +287,7 @@ def test_splash_attention_is_that_of_matrix_products(
     seen = real[..., None, None]
 
     def kernel(*x: Any) -> jax.Array:
-        out = splash.attend(*x, real, keys, causal, window, interpret=True)
+        out = splash.attend_tiles(*x, real, keys, causal, window, interpret=True)
         return jnp.where(seen, out, 0)
 
     allowed = reach(keys, C, causal, window, counted=np.ones_like(keys))
@@ -320,7 +320,7 @@ def test_a_sink_takes_its_share_of_the_softmax_in_each_kernel(
     kernel = {"splash": "splash", "cudnn": "cudnn", "divided": "cudnn"}.get(path)
     meshes = {"context": (1, 1, 1, 2), "divided": (1, 1, 4)}
     mesh = make_mesh(*meshes[path]) if path in meshes else None
-    monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
+    monkeypatch.setattr(splash, "attend_tiles", partial(splash.attend_tiles, interpret=True))
     if path == "blocks":
         monkeypatch.setattr(attention, "BLOCK", 4)
 
@@ -336,7 +336,7 @@ def of_groups(kernel: str | None, window: int | None) -> tuple[Any, Any]:
     """What `gradients` finds of attention with sinks in streams of groups."""
     tokens, real = whole_rows(64)
     *_, live = rows(64)
-    packing = jax.jit(pack)(Sequences(tokens, real, live, 2))
+    packing = jax.jit(pack_sequences)(Sequences(tokens, real, live, 2))
     n = packing.tokens.shape[1]
     q, k, v = arrays((1, n, N, H), *[(1, n, KV, H)] * 2)
 
@@ -360,7 +360,7 @@ def test_completions_that_share_a_prompt_have_its_sinks_once(
     as_cudnn: None, kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not once for the prompt and once for themselves, in streams of groups."""
-    monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
+    monkeypatch.setattr(splash, "attend_tiles", partial(splash.attend_tiles, interpret=True))
     assert_close(of_groups(kernel, window), of_groups_in_products(window))
 
 
@@ -453,7 +453,7 @@ def loss_of_model(
     streams: list[tuple[Entry, int]] = [("streams", 1), ("groups", 2)]
     for entry, group in streams:
         if entry in entries:
-            packing = pack(Sequences(tokens, mask, live, group), mesh)
+            packing = pack_sequences(Sequences(tokens, mask, live, group), mesh)
             hidden = decoder.forward_packed(config, of[entry], packing, mesh=mesh)
             found[entry] = [each.unpack(hidden) for each in packing.rows]
     if "prefill" in entries:
@@ -515,7 +515,7 @@ def test_a_model_is_the_same_function_in_each_kernel(
     expected: Any = (total, {entry: every[entry] for entry in entries})
     mesh = None if axes is None else make_mesh(*axes)
     monkeypatch.setattr(decoder, "kernel_of", lambda *_: kernel)
-    monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
+    monkeypatch.setattr(splash, "attend_tiles", partial(splash.attend_tiles, interpret=True))
     # Of its own: jax keeps the traces of one function.
     run: Any = partial(loss_of_model, mesh, entries)
     if kernel == "cudnn":
@@ -642,7 +642,7 @@ def test_parts_of_the_keys_are_put_together_in_float32() -> None:
     v = np.asarray(v) + 1  # far from 0: the factor is seen
     q, k, v = (np.asarray(x).astype(jnp.bfloat16) for x in (q, k, v))
     lengths = np.arange(8, dtype=np.int32) * 128 + 100
-    attend = partial(split_k.attend, capabilities=[SMALLEST], interpret=True)
+    attend = partial(split_k.attend_parts, capabilities=[SMALLEST], interpret=True)
     read, total = map(np.asarray, jax.jit(attend)(q, k, v, lengths))
     mask = (np.arange(1024)[None] < lengths[:, None])[:, None]
     expected, of = by_terms(q, k, v, mask)
@@ -657,7 +657,7 @@ def test_wide_heads_are_read_in_smaller_tiles(queries: int, head_dim: int) -> No
     assert keys < split_k.KEYS
     q, k, v = arrays((2, 1, queries, head_dim), *[(2, 1, 128, head_dim)] * 2)
     lengths = np.array([128, 40], np.int32)
-    attend = partial(split_k.attend, capabilities=[SMALLEST], interpret=True)
+    attend = partial(split_k.attend_parts, capabilities=[SMALLEST], interpret=True)
     read, total = jax.jit(attend)(q, k, v, lengths)
     mask = (np.arange(128)[None] < lengths[:, None])[:, None]
     expected, of = by_terms(q, k, v, mask)
@@ -723,7 +723,7 @@ def test_a_model_decodes_in_the_kernel(
     shared = decoder.Shared(prompts, seats, seats.lengths)
 
     def run() -> Any:
-        step = partial(decoder.decode, config, mesh=mesh)
+        step = partial(decoder.decode_step, config, mesh=mesh)
         return jax.jit(step)(params, cache, tokens, positions, shared)
 
     expected = run()
@@ -785,7 +785,7 @@ def test_the_kernel_of_an_accelerator_is_near_matrix_products(
         found = [decoder.forward(config, params, *whole, dtype=jnp.bfloat16)]
         seen = [jnp.where(whole[1][..., None], found[0], 0)]
         for group in (1, 2):
-            packing = pack(Sequences(*whole, live, group))
+            packing = pack_sequences(Sequences(*whole, live, group))
             found += [decoder.forward_packed(config, params, packing, dtype=jnp.bfloat16)]
             seen += [rows.unpack(found[-1]) for rows in packing.rows]
         found, seen = ([x.astype(jnp.float32) for x in each] for each in (found, seen))

@@ -30,7 +30,7 @@ from tiny_models import (
 from jaxrl.formats import weights
 from jaxrl.models import decoder, parameters
 from jaxrl.models.family import LayerKind
-from jaxrl.models.packing import pack
+from jaxrl.models.packing import pack_sequences
 from jaxrl.models.parameters import param_shardings
 from jaxrl.types import Sequences
 
@@ -193,7 +193,7 @@ def test_prefill_then_decode_is_forward(name: str) -> None:
 
     @jax.jit
     def step(params: Any, *rest: Any) -> Any:
-        hidden, cache = decoder.decode(config, params, *rest)
+        hidden, cache = decoder.decode_step(config, params, *rest)
         return decoder.logits(config, params, hidden), cache
 
     mask = np.arange(width)[None] < lengths[:, None]
@@ -258,7 +258,7 @@ def test_a_window_as_long_as_the_sequence_is_full_attention_bit_for_bit() -> Non
     @partial(jax.jit, static_argnums=(0, 1))
     def run(packed: bool, config: Any, params: Any) -> list[jax.Array]:
         rows = decoder.forward(config, params, tokens, mask)
-        return [rows, *[decoder.forward_packed(config, params, pack(given))] * packed]
+        return [rows, *[decoder.forward_packed(config, params, pack_sequences(given))] * packed]
 
     def of_window(window: int | None, packed: bool = True) -> list[np.ndarray]:
         kinds = (LayerKind(window), LayerKind())
@@ -452,7 +452,9 @@ def test_the_gradient_of_the_embedding_is_scattered_and_never_whole_on_a_device(
 
     def gradient(table: Any, mesh: Any = None) -> Any:
         def loss(table: Any) -> jax.Array:
-            x, _ = decoder.embed(config, params | {"embed": table}, tokens, mesh, None, *split)
+            x, _ = decoder.embed_tokens(
+                config, params | {"embed": table}, tokens, mesh, None, *split
+            )
             return (x * weights).sum()
 
         return jax.grad(loss)(table)
@@ -483,7 +485,7 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_float32(
     mesh, tokens = None if axes is None else make_mesh(*axes), np.full((4, 512), 5, np.int32)
 
     def total(table: Any) -> jax.Array:
-        x, _ = decoder.embed(config, params | {"embed": table}, tokens, mesh, jnp.bfloat16)
+        x, _ = decoder.embed_tokens(config, params | {"embed": table}, tokens, mesh, jnp.bfloat16)
         return x.astype(jnp.float32).sum()
 
     found = np.asarray(jax.jit(jax.grad(total))(params["embed"])["embedding"])

@@ -230,10 +230,10 @@ def working(monkeypatch, *, step: bool = True) -> list[str]:
         calls.append("joined")
         return q * shared[0].mean() * own[1].mean()
 
-    monkeypatch.setattr(cudnn, "attend", fused)
-    monkeypatch.setattr(cudnn, "attend_joined", joined)
+    monkeypatch.setattr(cudnn, "attend_rows", fused)
+    monkeypatch.setattr(cudnn, "attend_groups", joined)
     if step:
-        monkeypatch.setattr(split_k, "attend", partial(split_k.attend, interpret=True))
+        monkeypatch.setattr(split_k, "attend_parts", partial(split_k.attend_parts, interpret=True))
     return calls
 
 
@@ -254,9 +254,9 @@ def test_a_kernel_that_fails_is_used_no_more_and_a_note_says_why(broken, pretend
         raise RuntimeError("No valid engine configs for this graph\nsecond line")
 
     if broken == "nan":
-        monkeypatch.setattr(cudnn, "attend", lambda q, *_, **more: q * jnp.nan)
+        monkeypatch.setattr(cudnn, "attend_rows", lambda q, *_, **more: q * jnp.nan)
     elif broken == "step":
-        monkeypatch.setattr(split_k, "attend", fail)
+        monkeypatch.setattr(split_k, "attend_parts", fail)
     else:
         monkeypatch.setattr(cudnn, broken, fail)
     (note,) = try_kernels(jax.devices(), [(64, "bfloat16", True), (64, "float32", True)])

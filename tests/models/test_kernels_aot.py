@@ -20,7 +20,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import compiling_for, target_of
-from jaxrl.models.packing import pack
+from jaxrl.models.packing import pack_sequences
 from jaxrl.models.parameters import param_shardings
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.sharding.axes import Axes
@@ -78,7 +78,7 @@ def compiled(
     )
 
     def loss(params: Any, given: Sequences) -> jax.Array:
-        packing = pack(given, mesh)
+        packing = pack_sequences(given, mesh)
         options: Any = {"mesh": mesh, "dtype": dtype, "remat": "full"}
         found = decoder.forward_packed(model, params, packing, **options)
         return found.astype(jnp.float32).sum()
@@ -199,7 +199,7 @@ def test_a_decode_step_runs_in_a_kernel_that_reads_the_cache_where_it_is(
         cache(rows), Seats(ints(rows, 4), ints(rows), ints(slots)), ints(slots)
     )
     given = (params, cache(slots), ints(slots), ints(slots), prompts)
-    step = partial(decoder.decode, model, mesh=mesh)
+    step = partial(decoder.decode_step, model, mesh=mesh)
     with compiling_for(target_of(mesh.devices.flat)):
         lowered = jax.jit(step, donate_argnums=1).lower(*given)
     on_gpu = target.startswith("h")
@@ -266,7 +266,7 @@ def split_k_for(target: str, queries: int, head_dim: int) -> str:
     )
     lengths = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=whole)
     gpu = target_of(mesh.devices.flat)
-    attend = jax.jit(partial(split_k.attend, capabilities=gpu.capabilities))
+    attend = jax.jit(partial(split_k.attend_parts, capabilities=gpu.capabilities))
     with compiling_for(gpu):
         lowered = attend.lower(query, cache, cache, lengths)
     return str(lowered.compile(OPTIONS["gpu"]).as_text())

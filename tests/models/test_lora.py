@@ -23,11 +23,11 @@ from tiny_models import (
 from jaxrl.config.roles import ALL_LINEAR
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
+from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join_adapters, merge_adapters
 from jaxrl.models.parameters import param_shardings
 
 computed = jax.jit(loss_and_logits, static_argnums=0)
-merge = jax.jit(merged)
+merge = jax.jit(merge_adapters)
 SOME = Lora(3, 12.0, ("q_proj", "v_proj", "o_proj", "down_proj"))
 EVERY = Lora(2, 3.0)
 
@@ -49,7 +49,7 @@ def step(config, mesh, base, adapters, tokens, mask):
     """The loss of four rows, and the gradients of the adapters."""
 
     def loss(trained):
-        return loss_and_logits(config, join(base, trained), tokens, mask, mesh=mesh)[0]
+        return loss_and_logits(config, join_adapters(base, trained), tokens, mask, mesh=mesh)[0]
 
     return jax.value_and_grad(loss)(adapters)
 
@@ -61,7 +61,7 @@ def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
     draw = jax.jit(lambda key: frozen_and_trained(parameters.init_params(with_lora, key))[1])
     first = draw(jax.random.key(0))
     _, plain = computed(config, base, tokens, mask)
-    _, same = computed(with_lora, join(base, first), tokens, mask)
+    _, same = computed(with_lora, join_adapters(base, first), tokens, mask)
     np.testing.assert_array_equal(plain, same)
     every = replace(tiny_config("qwen3"), lora=EVERY)
     assert {(path,) for path in every.quantisable} == set(every.targets.values())
@@ -87,7 +87,7 @@ def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
 def test_merged_weights_compute_the_same(name, lora, layout):
     # Of attention, adapters are those of others.
     config, base, adapters = adapted(name, lora, (1,) if name == "qwen3_5_moe" else None)
-    params = join(base, adapters)
+    params = join_adapters(base, adapters)
     if layout == "unstacked":
         params = parameters.unstack(jax.device_get(params))
     tokens, mask = batch(config.vocab_size)
@@ -102,11 +102,11 @@ def test_merged_weights_compute_the_same(name, lora, layout):
 @pytest.mark.parametrize("layout", ["stacked", "unstacked"])
 def test_a_tree_is_its_two_parts(layout):
     config, base, adapters = adapted("llama", SOME)
-    whole = join(base, adapters)
+    whole = join_adapters(base, adapters)
     if layout == "unstacked":
         whole = parameters.unstack(jax.device_get(whole))
     frozen, trained = frozen_and_trained(whole)
-    assert jax.tree.structure(join(frozen, trained)) == jax.tree.structure(whole)
+    assert jax.tree.structure(join_adapters(frozen, trained)) == jax.tree.structure(whole)
     both = jax.tree.leaves(frozen) + jax.tree.leaves(trained)
     assert {id(x) for x in both} == {id(x) for x in jax.tree.leaves(whole)}
     assert sum(x.size for x in jax.tree.leaves(trained)) == config.n_trained
@@ -120,7 +120,7 @@ def test_gradients_follow_from_those_of_the_merged_kernels():
     tokens, mask = batch(config.vocab_size)
     _, ours = jax.device_get(step(config, None, base, adapters, *four_rows(tokens, mask)))
     adapters = jax.device_get(adapters)
-    whole = merge(join(base, adapters), SOME.scale)
+    whole = merge(join_adapters(base, adapters), SOME.scale)
     _, dense = jax.device_get(on_one_device(config.base, whole, tokens, mask))
     dense = dense["layers"]
     for name in SOME.targets:
@@ -153,7 +153,7 @@ def test_devices_change_nothing(name, lora, axes):
     config, base, adapters = adapted(name, lora)
     rows = four_rows(*batch(config.vocab_size))
     rows[1][3] = rows[1][0]
-    params = jax.device_get(join(base, adapters))
+    params = jax.device_get(join_adapters(base, adapters))
     mesh = make_mesh(*axes)
     placed = jax.device_put(params, param_shardings(config, mesh))
     rank = placed["layers"]["attn"]["q"]["lora_a"]
@@ -168,11 +168,11 @@ def test_devices_change_nothing(name, lora, axes):
 @pytest.mark.parametrize("name", and_slow(["qwen3"], ["qwen3_moe"]))  # as test_quantised.py has it
 def test_prefill_and_decode_equal_the_forward_pass(name):
     config, base, adapters = adapted(name, EVERY, (0,))
-    params = parameters.unstack(jax.device_get(join(base, adapters)))
+    params = parameters.unstack(jax.device_get(join_adapters(base, adapters)))
     tokens = np.random.default_rng(0).integers(3, config.vocab_size, (2, 9)).astype(np.int32)
     mask = np.ones_like(tokens, bool)
     forward, prefill = (jax.jit(f, static_argnums=0) for f in (decoder.forward, decoder.prefill))
-    decode = jax.jit(decoder.decode, static_argnums=0)
+    decode = jax.jit(decoder.decode_step, static_argnums=0)
     whole = forward(config, params, tokens, mask)
     hidden, prompts = prefill(config, params, tokens[:, :5], mask[:, :5])
     np.testing.assert_allclose(hidden, whole[:, :5], atol=1e-5)
@@ -196,7 +196,7 @@ def test_an_update_computes_no_gradient_of_frozen_weights():
     tokens, mask = batch(config.vocab_size)
 
     def of_adapters(trained, base):
-        return loss_and_logits(config, join(base, trained), tokens, mask)[0]
+        return loss_and_logits(config, join_adapters(base, trained), tokens, mask)[0]
 
     def of_all(params):
         return loss_and_logits(config.base, params, tokens, mask)[0]

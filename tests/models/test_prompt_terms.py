@@ -75,7 +75,7 @@ def of_copies(window: int | None, with_sinks: bool) -> np.ndarray:
         whole.append(both)
     k, v = (np.swapaxes(x, 1, 2) for x in whole)
     positions = (LENGTHS[PROMPT_OF] + OWN)[:, None, None]
-    seen = attention.reached(np.arange(256)[None, None], positions, window)
+    seen = attention.reach_mask(np.arange(256)[None, None], positions, window)
     return np.asarray(jax.jit(attention.attention)(q, k, v, np.asarray(seen), *sinks))
 
 
@@ -162,7 +162,7 @@ def test_every_family_decodes_with_prompts_that_slots_share(name: str) -> None:
     copied, alone = behind(jax.tree.map(lambda x: x[prompt_of], held), starts, positions=8)
     own = copied
     shared = decoder.Shared(held, seats_of(prompt_of, lengths, 1), starts)
-    step = jax.jit(partial(decoder.decode, config))
+    step = jax.jit(partial(decoder.decode_step, config))
     for i, row in enumerate(tokens):
         expected, copied = step(params, copied, row, starts + i, alone)
         found, own = step(params, own, row, starts + i, shared)

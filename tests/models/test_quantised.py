@@ -28,18 +28,18 @@ from jaxrl.models.experts import Experts
 from jaxrl.models.lora import (
     NF4,
     Lora,
-    block_size,
     dequantise,
     frozen_and_trained,
-    join,
-    merged,
+    join_adapters,
+    merge_adapters,
+    quantisation_block,
     quantise,
 )
 from jaxrl.models.parameters import param_shardings
 
 KINDS = ("int8", "nf4")
 LORA = Lora(2, 4.0)
-merge = jax.jit(merged)
+merge = jax.jit(merge_adapters)
 in_codes = jax.jit(quantise, static_argnums=(0, 2))
 in_floats = jax.jit(dequantise, static_argnums=2)
 LEVELS = {"int8": np.arange(-127, 128) / 127, "nf4": np.array(NF4)}
@@ -80,7 +80,7 @@ def step(config, mesh, base, adapters):
     tokens, mask = (np.concatenate([x, x[:1]]) for x in batch(64))
 
     def loss(trained):
-        params = join(base, trained)
+        params = join_adapters(base, trained)
         return loss_and_logits(config, params, tokens, mask, mesh=mesh, remat="dots")
 
     return jax.value_and_grad(loss, has_aux=True)(adapters)
@@ -122,7 +122,7 @@ def test_whole_blocks_of_a_kernel_are_quantised_alone(kind):
     part = in_codes(kind, kernel[1, 64:, 3:9], 64)
     rows = codes.shape[1] // 3
     assert (part[0] == codes[1, rows:, 3:9]).all() and (part[1] == scale[1, 1:, 3:9]).all()
-    assert [block_size(n) for n in (4096, 576, 48, 90)] == [64, 64, 16, 2]
+    assert [quantisation_block(n) for n in (4096, 576, 48, 90)] == [64, 64, 16, 2]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_it_computes_what_floats_of_the_same_values_compute(model, kind):
     float_config, tensors = drawn(model)
     config = replace(float_config, quantised=kind)
     base, adapters = weights.load_params(tensors, config.base), random_adapters(config)
-    floats = merge(join(base, adapters), 0.0)
+    floats = merge(join_adapters(base, adapters), 0.0)
     if config.experts is not None:
         mlp = base["layers"]["mlp"]
         assert mlp["experts"]["up"]["kernel"].dtype == np.uint8
@@ -148,7 +148,7 @@ def test_it_computes_what_floats_of_the_same_values_compute(model, kind):
     ours, theirs = jax.device_get((ours, theirs))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert (a == b).all()
-    whole = merge(join(base, adapters), LORA.scale)
+    whole = merge(join_adapters(base, adapters), LORA.scale)
     assert jax.tree.structure(whole) == jax.tree.structure(floats)
     (_, logits), _ = ours
     none = jax.tree.map(np.zeros_like, jax.device_get(adapters))  # that program again, without any
@@ -165,7 +165,7 @@ def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
     tensors = Memory(tiny_tensors(name, config=plain))
     base = weights.load_params(tensors, config.base, layout="unstacked")
     adapters = parameters.unstack(jax.device_get(random_adapters(config)))
-    params = join(base, adapters)
+    params = join_adapters(base, adapters)
     tokens = np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)).astype(np.int32)
     mask = np.ones_like(tokens, bool)
     expected = jax.jit(decoder.forward, static_argnums=0)(config, params, tokens, mask)
@@ -173,7 +173,7 @@ def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
     hidden, prompts = prefill(config, params, tokens[:, :5], mask[:, :5])
     np.testing.assert_allclose(hidden, expected[:, :5], atol=1e-5)
     cache, shared = behind(prompts, [5, 5], positions=8)
-    decode = jax.jit(decoder.decode, static_argnums=0)
+    decode = jax.jit(decoder.decode_step, static_argnums=0)
     hidden, _ = decode(config, params, cache, tokens[:, 5], np.full(2, 5, np.int32), shared)
     np.testing.assert_allclose(hidden, expected[:, 5], atol=1e-5)
 
@@ -210,7 +210,7 @@ def test_devices_hold_parts_and_compute_the_same(model, kind, axes):
         assert up.sharding.shard_shape(up.shape)[1] == 2  # of four experts
     adapters = random_adapters(config)
     placed = jax.device_put(adapters, frozen_and_trained(param_shardings(config, mesh))[1])
-    floats = merge(join(one, adapters), 0.0)
+    floats = merge(join_adapters(one, adapters), 0.0)
     ours, theirs = step(config, mesh, many, placed), step(model, None, floats, adapters)
     (loss, _), of_ours = ours
     (same, _), of_theirs = theirs
@@ -236,7 +236,7 @@ def test_no_more_than_a_layer_is_dequantised_at_a_time():
     frozen, trained = frozen_and_trained(parameters.abstract_params(config))
 
     def loss(trained, base):
-        return loss_and_logits(config, join(base, trained), tokens, mask)[0]
+        return loss_and_logits(config, join_adapters(base, trained), tokens, mask)[0]
 
     compiled = jax.jit(jax.grad(loss)).lower(trained, frozen).compile()
     layer = 4 * WIDE.dense_weights // WIDE.n_layers

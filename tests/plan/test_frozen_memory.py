@@ -73,7 +73,7 @@ def test_frozen_models_take_what_the_compiler_says(axes_name: str, batch_name: s
     assert all(LEAST <= ratio <= MOST for ratio in found.values()), found
     # What is kept is exact: a device's shards, under the shardings that weights are loaded with.
     mesh = role_mesh(jax.devices()[:n], Axes(**axes))
-    layout = jax.tree.leaves(bert.param_shardings(ENCODER, mesh))
+    layout = jax.tree.leaves(bert.encoder_shardings(ENCODER, mesh))
     shapes = jax.tree.leaves(
         bert.tree(bert.shapes(ENCODER)), is_leaf=lambda x: isinstance(x, tuple)
     )

@@ -24,7 +24,7 @@ from jaxrl.errors import RunError
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, logits
-from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
+from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join_adapters, merge_adapters
 from jaxrl.models.parameters import head, param_shardings, unstack
 from jaxrl.roles.actor import Actor, Receiver
 from jaxrl.roles.optimizer import learning_rate
@@ -108,7 +108,7 @@ def adapters(lora, m, b=0.0):
     """The model, its base weights and its adapters, whose B are `b`, on a mesh."""
     model = replace(MODEL, lora=lora)
     first = random_adapters(model, seed=3)
-    both = jax.device_get(join(random_params(MODEL), _with_b(first, b)))
+    both = jax.device_get(join_adapters(random_params(MODEL), _with_b(first, b)))
     return model, *frozen_and_trained(jax.device_put(both, param_shardings(model, m)))
 
 
@@ -575,7 +575,9 @@ def test_adapters_of_full_rank_take_the_step_of_full_fine_tuning(tmp_path, refer
     held = jax.tree.leaves(base)
     one.update(*batch(), step=0)
     assert all(a is b for a, b in zip(jax.tree.leaves(one._base), held, strict=True))
-    ours = jax.device_get(jax.jit(merged)(join(base, one.state.params), 1.0))["layers"]
+    ours = jax.device_get(jax.jit(merge_adapters)(join_adapters(base, one.state.params), 1.0))[
+        "layers"
+    ]
     theirs, start = reference[0]["layers"], at_start()["layers"]
     for group, name in (TARGETS[target].split("/") for target in wide):
         moved = ours[group][name]["kernel"] - start[group][name]["kernel"]

@@ -20,7 +20,7 @@ from jaxrl.models.parameters import param_shardings
 from jaxrl.roles.optimizer import (
     MUON_DECAY,
     apply_changes,
-    decayed,
+    decay_mask,
     learning_rate,
     make_optimizer,
     round_at_random,
@@ -110,11 +110,11 @@ def test_clipping_bounds_the_step_and_small_gradients_pass():
 
 
 def test_only_the_kernels_of_the_blocks_are_decayed():
-    mask = decayed(random_params(MODEL))
+    mask = decay_mask(random_params(MODEL))
     assert mask["layers"]["attn"]["q"] == {"kernel": True, "bias": False}
     assert not any(jax.tree.leaves((mask["embed"], mask["norm"], mask["lm_head"])))
     assert not mask["layers"]["attn_norm"]["scale"]
-    layers = decayed(parameters.abstract_params(tiny_config("gpt_oss")))["layers"]
+    layers = decay_mask(parameters.abstract_params(tiny_config("gpt_oss")))["layers"]
     assert not layers["attn"]["sinks"] and layers["mlp"]["router"]["kernel"]
     assert layers["mlp"]["experts"]["gate"] == {"kernel": True, "bias": False}
 
@@ -147,7 +147,7 @@ def test_without_a_gradient_only_weight_decay_moves_a_kernel(name, schedule):
     left = np.prod([1 - float(rate(t)) * chosen.weight_decay for t in range(updates)])
     assert 0.99 < left < 0.995
     for moved, first, is_kernel in zip(
-        *map(jax.tree.leaves, (jax.device_get(params), start, decayed(start))), strict=True
+        *map(jax.tree.leaves, (jax.device_get(params), start, decay_mask(start))), strict=True
     ):
         np.testing.assert_allclose(moved, first * (left if is_kernel else 1.0), rtol=2e-6)
 
@@ -247,13 +247,13 @@ def test_muon_by_layer_is_optaxs_muon(dtype):
 
     def dims(tree):
         kernel = MuonDimensionNumbers(-2, -1)
-        return jax.tree.map(lambda k: kernel if k else None, decayed(tree))
+        return jax.tree.map(lambda k: kernel if k else None, decay_mask(tree))
 
     whole = muon(
         learning_rate(c, 10),
         beta=MUON_DECAY,
         weight_decay=c.weight_decay,
-        weight_decay_mask=decayed,
+        weight_decay_mask=decay_mask,
         adam_b1=c.b1,
         adam_b2=c.b2,
         eps=c.eps,

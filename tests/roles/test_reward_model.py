@@ -31,11 +31,11 @@ from jaxrl.roles.reward import (
     RewardModel,
     RewardScorer,
     RewardSource,
+    encode_completion,
     encode_text,
     open_reward,
-    render,
-    score,
     score_batch,
+    score_texts,
 )
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, TemplateInputs
 
@@ -117,7 +117,7 @@ def test_texts_are_scored_as_they_are_and_chats_by_the_template(
     folder: Path, scorer: RewardScorer
 ) -> None:
     chat = [*CHAT, {"role": "assistant", "content": "yo"}]
-    found = score(folder, ["some text", chat, "some"])
+    found = score_texts(folder, ["some text", chat, "some"])
     assert found.dtype == np.float32 and found[0] != pytest.approx(found[2], abs=1e-3)
     expected = [alone(scorer, "some text"), alone(scorer, CHATML)]
     np.testing.assert_allclose(found[:2], expected, atol=CLOSE, rtol=0)
@@ -126,14 +126,14 @@ def test_texts_are_scored_as_they_are_and_chats_by_the_template(
 def test_a_prompt_is_rendered_with_its_completion() -> None:
     chatty, plain = tiny_tokenizer(), tiny_tokenizer(template=None)
     as_ids = chatty(CHATML)["input_ids"]
-    assert list(render(chatty, CHAT, "yo")) == as_ids
-    assert list(render(chatty, "hi", "yo")) == as_ids
-    assert plain.decode(render(plain, "hi ", "yo")) == "hi yo"
+    assert list(encode_completion(chatty, CHAT, "yo")) == as_ids
+    assert list(encode_completion(chatty, "hi", "yo")) == as_ids
+    assert plain.decode(encode_completion(plain, "hi ", "yo")) == "hi yo"
     with pytest.raises(UserError, match="reward model's tokenizer has no chat template"):
-        render(plain, CHAT, "yo")
+        encode_completion(plain, CHAT, "yo")
     refuses = tiny_tokenizer(template="{{ raise_exception('no system') }}")
     with pytest.raises(UserError, match="refuses messages of user, assistant: no system"):
-        render(refuses, CHAT, "yo")
+        encode_completion(refuses, CHAT, "yo")
 
 
 def test_the_model_reads_the_tools_that_the_policy_reads() -> None:

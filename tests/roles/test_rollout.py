@@ -14,7 +14,7 @@ from tiny_models import SAMPLED, random_adapters, random_params
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config.schema import Config
 from jaxrl.models import parameters
-from jaxrl.models.lora import Lora, frozen_and_trained, join
+from jaxrl.models.lora import Lora, frozen_and_trained, join_adapters
 from jaxrl.models.parameters import param_shardings
 from jaxrl.plan import make_plan
 from jaxrl.process.compilations import compilations
@@ -35,7 +35,7 @@ def sampler(shape: tuple[int, ...], *keys: str) -> tuple[Sampler, Weights]:
     mesh = role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
     model = replace(SAMPLED, d_ff=56, lora=Lora(2, 4.0) if keys else None)
     params = random_params(model.plain)
-    whole = params if model.lora is None else join(params, random_adapters(model, seed=3))
+    whole = params if model.lora is None else join_adapters(params, random_adapters(model, seed=3))
     placed = jax.device_put(whole, param_shardings(model, mesh))
     base, sent = frozen_and_trained(placed)
     merges = "rollout.merge=true" in keys

@@ -265,7 +265,7 @@ def test_other_settings_compile_nothing_and_a_kind_of_draw_one_program() -> None
     own = replace(CONFIG, max_positions=255)  # whose programs no other test has
     made = Engine(own, None, slots=1, max_prompt_tokens=8, max_new_tokens=16, launch_tokens=8)
     some = SamplingParams(max_new_tokens=16, top_k=9, top_p=0.5, min_p=0.2)
-    programs = (decode.launch, decode.insert, decode.prefill)
+    programs = (decode.launch, decode.insert, decode.prefill_prompts)
 
     def compiled(*asked: SamplingParams) -> list[int]:
         before = [f._cache_size() for f in programs]

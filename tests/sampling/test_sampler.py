@@ -16,8 +16,8 @@ from jaxrl.sampling.sampler import (
     BLOCK,
     Draw,
     SamplingParams,
+    draw_tokens,
     pick,
-    sample,
     sample_keys,
     sampling_arrays,
     truncate,
@@ -42,7 +42,7 @@ def draws(logits: np.ndarray, sampling: SamplingParams) -> Draw:
     ids = np.arange(DRAWS, dtype=np.int32)
     random = numbers_of(knobs.key, ids, np.zeros_like(ids), np.zeros_like(ids))
     rows = np.tile(logits, (DRAWS, 1))
-    return jax.device_get(jax.jit(sample)(rows, random, knobs))
+    return jax.device_get(jax.jit(draw_tokens)(rows, random, knobs))
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -175,7 +175,7 @@ def test_greedy_takes_the_first_of_equal_logits(vocab: int) -> None:
     """In whatever blocks of ids these are."""
     logits = np.random.default_rng(vocab).integers(-9, 3, (200, vocab)).astype(np.float32)
     knobs = sampling_arrays(replace(BASE, temperature=0.0), 0, 0)
-    draw = jax.jit(sample)(logits, np.zeros((200, 2), np.float32), knobs)
+    draw = jax.jit(draw_tokens)(logits, np.zeros((200, 2), np.float32), knobs)
     np.testing.assert_array_equal(draw.tokens, logits.argmax(-1))
 
 
@@ -242,7 +242,7 @@ def test_every_attempt_has_random_bits_of_its_own_for_every_prompt() -> None:
 def test_a_program_for_each_kind_of_draw_and_none_for_other_values() -> None:
     """Greedy, none, one or several of the truncations: what does not truncate has no loop in it,
     and what is greedy draws nothing. Nothing that a program decides depends on its arrays."""
-    step = jax.jit(lambda *args: sample(*args))
+    step = jax.jit(lambda *args: draw_tokens(*args))
     logits, random = np.zeros((2, 10), np.float32), np.full((2, 2), 0.5, np.float32)
     kinds: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         (0, {}, {"temperature": 0.3}),

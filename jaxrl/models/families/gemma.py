@@ -21,15 +21,15 @@ from jaxrl.models.family import (
     GgufFacts,
     LayerKind,
     Raw,
-    filled,
-    given,
-    number,
+    fill_defaults,
+    positive_number,
     read_ropes,
     read_windows,
     size,
+    value_or,
     window_of,
-    written_ropes,
-    written_windows,
+    write_ropes,
+    write_windows,
 )
 from jaxrl.models.rope import ProportionalRope
 from jaxrl.process.json_types import JsonObject
@@ -57,7 +57,7 @@ PERIOD = 6
 """Of so many layers the last one has no window, where there are no `layer_types`."""
 
 
-def prepare(raw: Raw) -> Raw:
+def _prepare(raw: Raw) -> Raw:
     key = "attn_logit_softcapping"
     if raw.get(key) is not None:
         raise UserError(f"{key}={raw[key]!r} is not supported; supported: null")
@@ -66,9 +66,9 @@ def prepare(raw: Raw) -> Raw:
     return DEFAULTS | read_ropes(raw, LOCAL)
 
 
-def read(raw: Raw) -> JsonObject:
+def _read(raw: Raw) -> JsonObject:
     period = size(raw, "sliding_window_pattern", PERIOD)
-    window, local = window_of(raw), number(raw, LOCAL)
+    window, local = window_of(raw), positive_number(raw, LOCAL)
     kinds = read_windows(raw, window, lambda i: (i + 1) % period != 0, local)
     score_dim = size(raw, "query_pre_attn_scalar")
     return {"kinds": kinds, "score_dim": score_dim, "final_softcap": read_softcap(raw)}
@@ -76,11 +76,11 @@ def read(raw: Raw) -> JsonObject:
 
 def read_softcap(raw: Raw) -> float | None:
     """Reads `DecoderConfig.final_softcap`."""
-    return None if raw.get(SOFTCAP) is None else number(raw, SOFTCAP)
+    return None if raw.get(SOFTCAP) is None else positive_number(raw, SOFTCAP)
 
 
-def write(config: DecoderLike) -> JsonObject:
-    written = written_windows(config) | written_ropes(config)
+def _write(config: DecoderLike) -> JsonObject:
+    written = write_windows(config) | write_ropes(config)
     return written | {
         LOCAL: written["rope_parameters"][SLIDING]["rope_theta"],
         "hidden_activation": config.block.activation,
@@ -113,9 +113,9 @@ GEMMA3 = Family(
     from_gguf=from_gguf,
     whole="gemma3",
     within="model.language_model.",
-    prepare=prepare,
-    read=read,
-    write=write,
+    prepare=_prepare,
+    read=_read,
+    write=_write,
 )
 
 GEMMA4_DEFAULTS: JsonObject = {
@@ -148,16 +148,16 @@ BY_LAYER = "per_layer_config"
 def prepare_gemma4(raw: Raw) -> Raw:
     if raw.get("use_bidirectional_attention") == "all":
         raise UserError("use_bidirectional_attention=all is not supported; causal only")
-    return read_ropes(filled(raw, GEMMA4_DEFAULTS), LOCAL)
+    return read_ropes(fill_defaults(raw, GEMMA4_DEFAULTS), LOCAL)
 
 
 def read_gemma4(raw: Raw) -> JsonObject:
-    window, local = size(raw, "sliding_window"), number(raw, LOCAL)
+    window, local = size(raw, "sliding_window"), positive_number(raw, LOCAL)
     kinds = read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local, _full(raw))
     if kinds[-1].window is not None:
         raise UserError(f"layer_types={raw['layer_types']!r}: the last layer must be {FULL}")
     key, vocab = "hidden_size_per_layer_input", size(raw, "vocab_size")
-    inputs = size(raw, key) if given(raw[key], 0) else 0
+    inputs = size(raw, key) if value_or(raw[key], 0) else 0
     if inputs and size(raw, "vocab_size_per_layer_input") != vocab:
         raise UserError(
             f"vocab_size_per_layer_input={raw['vocab_size_per_layer_input']!r} must be"
@@ -186,7 +186,7 @@ def _experts(raw: Raw) -> JsonObject:
 
 def _borrowing(raw: Raw, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
     """Returns the kinds of all layers, of which the last ones borrow keys and values."""
-    shared = given(raw.get("num_kv_shared_layers"), 0)
+    shared = value_or(raw.get("num_kv_shared_layers"), 0)
     if not shared:
         return kinds
     if raw.get("enable_moe_block"):
@@ -210,9 +210,9 @@ def _full(raw: Raw) -> LayerKind:
         "head_dim": size(raw, "global_head_dim"),
         "num_key_value_heads": raw.get("num_global_key_value_heads") if same else None,
     }
-    types, by_layer = raw.get("layer_types"), given(raw.get(BY_LAYER), {})
+    types, by_layer = raw.get("layer_types"), value_or(raw.get(BY_LAYER), {})
     if by_layer:
-        full = {str(i) for i, kind in enumerate(given(types, [])) if kind == FULL}
+        full = {str(i) for i, kind in enumerate(value_or(types, [])) if kind == FULL}
         found = [by_layer[i] for i in by_layer]
         known = all(one == found[0] and one.keys() <= own.keys() for one in found)
         if not known or by_layer.keys() != full:
@@ -228,7 +228,7 @@ def _full(raw: Raw) -> LayerKind:
 def write_gemma4(config: DecoderLike) -> JsonObject:
     last = config.kinds[-1]
     full = next((kind for kind in config.kinds if kind.window is None), last)
-    written = written_windows(config) | written_ropes(config)
+    written = write_windows(config) | write_ropes(config)
     return written | {
         "rope_scaling": OMITTED,  # transformers would have it in place of the others
         "global_head_dim": config.of(full).head_dim,
@@ -275,12 +275,12 @@ def from_gguf_gemma4(raw: Raw, file: GgufFacts) -> JsonObject:
     dims = {end: file.stated(f"attention.key_length{end}") for end in ("", "_swa")}
     for end, dim in dims.items():
         for key in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
-            if given(file.stated(key), dim) != dim:
+            if value_or(file.stated(key), dim) != dim:
                 raise UserError(
                     f"{key}={file.stated(key)} is not supported with"
                     f" attention.key_length{end}={dim}: they must be the same"
                 )
-    kind = given(file.stated("rope.scaling.type"), "none")
+    kind = value_or(file.stated("rope.scaling.type"), "none")
     if kind != "none":
         raise UserError(
             f"rope.scaling.type={kind!r} of a Gemma 4 is not supported; supported: none"
@@ -294,7 +294,7 @@ def from_gguf_gemma4(raw: Raw, file: GgufFacts) -> JsonObject:
         "attention_k_eq_v": file.shape(f"model.layers.{full}.self_attn.v_proj.weight") is None,
         "num_kv_shared_layers": file.stated("attention.shared_kv_layers"),
         "use_double_wide_mlp": isinstance(widths, list) and widths[-1] != raw["intermediate_size"],
-        "hidden_size_per_layer_input": given(file.stated("embedding_length_per_layer_input"), 0),
+        "hidden_size_per_layer_input": value_or(file.stated("embedding_length_per_layer_input"), 0),
         "vocab_size_per_layer_input": raw["vocab_size"],
         "enable_moe_block": bool(experts),
         "top_k_experts": file.stated("expert_used_count"),

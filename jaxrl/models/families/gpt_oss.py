@@ -10,12 +10,12 @@ from jaxrl.models.family import (
     DecoderLike,
     Family,
     Raw,
-    filled,
-    number,
+    fill_defaults,
+    positive_number,
     read_windows,
     size,
     stated_once,
-    written_windows,
+    write_windows,
 )
 from jaxrl.process.json_types import JsonObject
 
@@ -39,29 +39,29 @@ DEFAULTS: JsonObject = {
 """What a `config.json` leaves out where it is this."""
 
 
-def prepare(raw: Raw) -> Raw:
+def _prepare(raw: Raw) -> Raw:
     stated_once(raw, "num_experts_per_tok", "experts_per_token")
-    found = filled(raw, DEFAULTS)
+    found = fill_defaults(raw, DEFAULTS)
     if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
         found["rope_scaling"] = ROPE
     return found
 
 
-def read(raw: Raw) -> JsonObject:
+def _read(raw: Raw) -> JsonObject:
     if not raw["attention_bias"]:
         raise UserError("attention_bias=false is not supported for gpt_oss, whose q, k, v, o have")
     count, chosen = read_counts(raw, "num_local_experts", "num_experts_per_tok")
-    clamp = Clamp(number(raw, "swiglu_alpha"), number(raw, "swiglu_limit"))
+    clamp = Clamp(positive_number(raw, "swiglu_alpha"), positive_number(raw, "swiglu_limit"))
     width = size(raw, "intermediate_size")
     experts = Experts(count, chosen, normalised=True, dense_width=width, clamp=clamp)
     window = size(raw, "sliding_window")
     return {"experts": experts, "kinds": read_windows(raw, window, lambda i: i % 2 == 0)}
 
 
-def write(config: DecoderLike) -> JsonObject:
+def _write(config: DecoderLike) -> JsonObject:
     experts = config.experts
     return {
-        **written_windows(config),
+        **write_windows(config),
         "num_local_experts": experts.count,
         "num_experts_per_tok": experts.chosen,
         "swiglu_alpha": experts.clamp.alpha,
@@ -73,11 +73,7 @@ def write(config: DecoderLike) -> JsonObject:
 GPT_OSS = Family(
     "GptOssForCausalLM",
     BlockKind(
-        attention_bias=True,
-        output_bias=True,
-        sinks=True,
-        expert_bias=True,
-        norm_in_float32=True,
+        attention_bias=True, output_bias=True, sinks=True, expert_bias=True, norm_in_float32=True
     ),
     head_dim=64,
     rms_norm_eps=1e-5,
@@ -91,7 +87,7 @@ GPT_OSS = Family(
         "mlp/experts/up/bias": "mlp.experts.gate_up_proj_bias",
     },
     alternating=True,
-    prepare=prepare,
-    read=read,
-    write=write,
+    prepare=_prepare,
+    read=_read,
+    write=_write,
 )

@@ -11,12 +11,12 @@ from jaxrl.models.family import (
     DecoderLike,
     Family,
     Raw,
-    number,
+    positive_number,
     read_ropes,
     read_windows,
     window_of,
-    written_ropes,
-    written_windows,
+    write_ropes,
+    write_windows,
 )
 from jaxrl.process.json_types import JsonObject
 
@@ -27,18 +27,18 @@ PERIOD = 4
 """Of so many layers the last one has no window, where there are no `layer_types`."""
 
 
-def prepare(raw: Raw) -> Raw:
+def _prepare(raw: Raw) -> Raw:
     return DEFAULTS | read_ropes(raw, LOCAL)
 
 
-def read(raw: Raw) -> JsonObject:
+def _read(raw: Raw) -> JsonObject:
     """Layers with a window do not scale their positions."""
-    local = number(raw, LOCAL, number(raw, "rope_theta"))
+    local = positive_number(raw, LOCAL, positive_number(raw, "rope_theta"))
     return {"kinds": read_windows(raw, window_of(raw), lambda i: (i + 1) % PERIOD != 0, local)}
 
 
-def write(config: DecoderLike) -> JsonObject:
-    return written_windows(config) | written_ropes(config)
+def _write(config: DecoderLike) -> JsonObject:
+    return write_windows(config) | write_ropes(config)
 
 
 OLMO2 = Family(
@@ -47,4 +47,4 @@ OLMO2 = Family(
     rms_norm_eps=1e-5,
     gguf="olmo2",
 )
-OLMO3 = replace(OLMO2, architecture="Olmo3ForCausalLM", prepare=prepare, read=read, write=write)
+OLMO3 = replace(OLMO2, architecture="Olmo3ForCausalLM", prepare=_prepare, read=_read, write=_write)

@@ -20,12 +20,12 @@ from jaxrl.models.family import (
     Family,
     LayerKind,
     Raw,
-    filled,
-    given,
+    fill_defaults,
     read_windows,
     size,
     stated_once,
-    written_windows,
+    value_or,
+    write_windows,
 )
 from jaxrl.process.json_types import JsonObject
 
@@ -59,14 +59,14 @@ def read_windowed(raw: Raw) -> JsonObject:
         if raw.get("sliding_window") is None:
             raise UserError("use_sliding_window=true needs a sliding_window")
         window = size(raw, "sliding_window")
-    first = given(raw.get("max_window_layers"), FULL_LAYERS)
+    first = value_or(raw.get("max_window_layers"), FULL_LAYERS)
     if type(first) is not int or first < 0:
         raise UserError(f"max_window_layers={first!r} must be an integer of at least 0")
     return {"kinds": read_windows(raw, window, lambda i: i >= first)}
 
 
 def write_windowed(config: DecoderLike) -> JsonObject:
-    written = written_windows(config)
+    written = write_windows(config)
     if written["sliding_window"] is None:
         return {}
     return written | {"use_sliding_window": True}
@@ -99,7 +99,7 @@ def with_experts(raw: Raw, defaults: JsonObject) -> JsonObject:
             " supported: decoder_sparse_step=1 and mlp_only_layers=[]"
         )
     count = stated_once(raw, "num_experts", "num_local_experts")
-    return filled({**raw, "num_experts": count}, defaults)
+    return fill_defaults({**raw, "num_experts": count}, defaults)
 
 
 def write_experts(config: DecoderLike) -> JsonObject:
@@ -114,7 +114,7 @@ def read_qwen3_moe(raw: Raw) -> JsonObject:
     if raw.get("use_sliding_window"):
         raise UserError("use_sliding_window=true is not supported for this family")
     count, chosen = read_counts(raw, "num_experts", "num_experts_per_tok")
-    normalised = bool(given(raw.get("norm_topk_prob"), False))
+    normalised = bool(value_or(raw.get("norm_topk_prob"), False))
     experts = Experts(count, chosen, normalised, dense_width=size(raw, "intermediate_size"))
     return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
 
@@ -144,7 +144,7 @@ def prepare_qwen3_5(raw: Raw) -> Raw:
         raise UserError("attn_output_gate=false is not supported for this family")
     ropes = (raw.get("rope_parameters"), raw.get("rope_scaling"))
     rotates = any(isinstance(rope, dict) and rope.get(PARTIAL) is not None for rope in ropes)
-    return filled(raw, QWEN3_5_DEFAULTS if rotates else QWEN3_5_DEFAULTS | {PARTIAL: 0.25})
+    return fill_defaults(raw, QWEN3_5_DEFAULTS if rotates else QWEN3_5_DEFAULTS | {PARTIAL: 0.25})
 
 
 def read_qwen3_5(raw: Raw) -> JsonObject:

@@ -6,16 +6,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxrl.errors import UserError, short
-from jaxrl.models.family import DecoderLike, Family, Raw, given, read_windows, size, written_windows
+from jaxrl.models.family import (
+    DecoderLike,
+    Family,
+    Raw,
+    read_windows,
+    size,
+    value_or,
+    write_windows,
+)
 from jaxrl.process.json_types import JsonObject
 
 EVERY = 4
 """Of so many layers the last one does not rotate, where a `config.json` does not say it."""
 
 
-def read(raw: Raw) -> JsonObject:
+def _read(raw: Raw) -> JsonObject:
     n, every = size(raw, "num_hidden_layers"), size(raw, "no_rope_layer_interval", EVERY)
-    rotates = given(raw.get("no_rope_layers"), [int((i + 1) % every != 0) for i in range(n)])
+    rotates = value_or(raw.get("no_rope_layers"), [int((i + 1) % every != 0) for i in range(n)])
     if not isinstance(rotates, list) or len(rotates) < n or set(rotates) - {0, 1}:
         raise UserError(
             f"no_rope_layers={short(repr(rotates))} must be a list of num_hidden_layers={n}"
@@ -27,8 +35,8 @@ def read(raw: Raw) -> JsonObject:
     return {"kinds": tuple(replace(kind, rotates=bool(turned)) for kind, turned in pairs)}
 
 
-def write(config: DecoderLike) -> JsonObject:
-    written = written_windows(config)
+def _write(config: DecoderLike) -> JsonObject:
+    written = write_windows(config)
     each = config.n_layers // len(config.kinds)
     return written | {
         "no_rope_layers": [int(kind.rotates) for kind in config.kinds] * each,
@@ -45,6 +53,6 @@ SMOLLM3 = Family(
     max_positions=32_768,
     gguf="smollm3",
     gguf_interleaved=True,
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
 )
