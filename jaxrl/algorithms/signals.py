@@ -96,7 +96,7 @@ class Projection:
         d = self.distill
         temperature = d.distill_temperature if self.temperature is None else self.temperature
         options: Keywords = {"chunk": d.loss_chunk, "mesh": self.mesh, "v": self.vocab_size}
-        return options | {"temperature": temperature, "softcap": self.softcap}
+        return options | {"temperature": temperature, "softcap": self.softcap, "lean": d.lean}
 
     @property
     def term(self) -> EntropyAware:
@@ -328,15 +328,12 @@ def distill_loss(
     """
     d, signal, mask = p.distill, batch.teacher, batch.sequences.loss_mask
     if isinstance(signal, AlignedSignal):
+        tokens = completion_tokens(batch.sequences)
         return token_spans.span_loss(
-            hidden,
-            kernel,
-            completion_tokens(batch.sequences),
-            mask,
+            *(hidden, kernel),
+            token_spans.SampledTokens(tokens, mask, batch.sampler_logprobs),
             signal,
-            batch.sampler_logprobs,
-            frozen["outcomes"],
-            frozen.get("teacher_head"),
+            *(frozen["outcomes"], frozen.get("teacher_head")),
             teacher_softcap=frozen.get("teacher_softcap"),
             beta=d.jsd_beta,
             ratio_cap=d.ratio_cap,
@@ -354,29 +351,17 @@ def distill_loss(
             # are.
             mixture = TeacherMixture(p.mixture or "geometric", batch.teacher_weights)
         total, count, metrics = divergence_from_hidden(
-            hidden,
-            kernel,
-            teachers,
-            heads,
-            mask,
+            *(hidden, kernel, teachers, heads, mask),
             mixture=mixture,
             teacher_softcap=frozen.get("teacher_softcap"),
             beta=d.jsd_beta,
-            lean=d.lean,
             entropy_aware=p.term if d.entropy_aware else None,
             **p.options,
         )
     elif isinstance(signal, TopKSignal):
+        sent = signal.topk_ids, signal.topk_logprobs, signal.tail_logprob
         total, count, metrics = topk_divergence_from_hidden(
-            hidden,
-            kernel,
-            signal.topk_ids,
-            signal.topk_logprobs,
-            signal.tail_logprob,
-            mask,
-            beta=d.jsd_beta,
-            lean=d.lean,
-            **p.options,
+            hidden, kernel, *sent, mask, beta=d.jsd_beta, **p.options
         )
     else:
         assert isinstance(signal, SampledSignal)
@@ -406,18 +391,8 @@ def entropy_aware_loss(
     """Computes the entropy-aware term alone, from what the teacher sends for it."""
     signal = batch.teacher
     assert isinstance(signal, Uncertainty)
-    return entropy_aware_from_topk(
-        hidden,
-        kernel,
-        signal.best_ids,
-        signal.best_logprobs,
-        signal.entropy,
-        batch.sequences.loss_mask,
-        term=p.term,
-        teacher_tail=signal.best_tail,
-        lean=p.distill.lean,
-        **p.options,
-    )
+    mask = batch.sequences.loss_mask
+    return entropy_aware_from_topk(hidden, kernel, signal, mask, term=p.term, **p.options)
 
 
 def policy_topk(

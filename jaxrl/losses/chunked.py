@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,10 @@ class ShardOptions(TypedDict, total=False):
     """Axes data, fsdp, tensor and context; None: one device."""
     v: int | None
     """Narrows the vocabulary to its first v rows; probabilities are normalised over these."""
+    lean: bool
+    """Of a loss. False, the default, computes the gradients in the forward pass (4 products with a
+    head), which needs a float32 accumulator of the head's size; True keeps nothing between forward
+    and backward and computes the logits again, by tiles of the vocabulary (6 products)."""
 
 
 class LogitOptions(ShardOptions, total=False):
@@ -323,13 +327,7 @@ def shard_inputs(
     mask: Bool[Array, "B C"] | None,
     tokens: PerToken,
     outcomes: Sequence[Array | None] | None = None,
-    *,
-    temperature: float | Array = 1.0,
-    softcap: Softcap | Sequence[Softcap] = None,
-    chunk: int = CHUNK,
-    mesh: Mesh | None = None,
-    v: int | None = None,
-    lean: bool = False,
+    **options: Unpack[LogitOptions],
 ) -> tuple[ShardedTerm, Array, Array, FrozenInputs]:
     """Returns the arguments of `loss_values` and `token_stats`: the term over the first
     V = min(rows of the heads, `v`) ids, and its inputs with sizes that the mesh divides.
@@ -340,8 +338,9 @@ def shard_inputs(
         mask: where False, hidden states may hold anything, NaN included; None: True everywhere.
         tokens: what the term knows of each token, [B, C, ...] by name.
         outcomes: as of `FrozenInputs`.
-        softcap: of each model.
     """
+    mesh, v, chunk = options.get("mesh"), options.get("v"), options.get("chunk", CHUNK)
+    temperature, softcap = options.get("temperature", 1.0), options.get("softcap")
     cut = models if outcomes is None else models[:1]
     rows = min(head.shape[0] for _, head in cut)
     if v is not None and not 0 < v <= rows:
@@ -358,7 +357,7 @@ def shard_inputs(
         raise ValueError(
             f"temperature is {temperature}; it must be above 0 (1 leaves logits as they are)"
         )
-    sharded = ShardedTerm(term, v or rows, chunk, mesh, lean)
+    sharded = ShardedTerm(term, v or rows, chunk, mesh, options.get("lean", False))
     (hidden, head), *teachers = models
     if mask is None:
         mask = jnp.ones(hidden.shape[:2], bool)

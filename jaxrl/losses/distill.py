@@ -9,19 +9,16 @@ and head; metrics carry none. Masked positions never affect a result, not even i
 
 Common arguments:
     beta: static; as of `divergence.generalised_jsd`.
-    lean: False computes the gradients in the forward pass (4 products with a head), which needs a
-        float32 accumulator of the head's size; True keeps nothing between forward and backward and
-        computes the logits again, by tiles of the vocabulary (6 products).
-    options: `ShardOptions` or `LogitOptions`; `losses/chunked.py` says what the mesh splits. Two
-        heads with different numbers of rows are cut to the first V = min(rows), which moves rows
-        between devices at every call: cut a frozen head beforehand.
+    options: `LogitOptions`; `losses/chunked.py` says what the mesh splits. Two heads with different
+        numbers of rows are cut to the first V = min(rows), which moves rows between devices at
+        every call: cut a frozen head beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +28,6 @@ from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.losses.chunked import (
     LogitOptions,
     PerToken,
-    ShardOptions,
     Softcap,
     Term,
     TokenStats,
@@ -50,7 +46,14 @@ from jaxrl.losses.divergence import (
     masked_sum,
 )
 from jaxrl.losses.head import TeacherMixture, mixture_logits, normalisers
-from jaxrl.types import Array
+from jaxrl.types import Array, Uncertainty
+
+
+class PairOptions(LogitOptions, total=False):
+    """Options of what takes a student and its teachers."""
+
+    teacher_softcap: Softcap | Sequence[Softcap]
+    """As `softcap`, which is then the student's own; one for each of several teachers."""
 
 
 def divergence_from_hidden(
@@ -61,13 +64,9 @@ def divergence_from_hidden(
     mask: Bool[Array, "B C"],
     *,
     beta: float,
-    temperature: float | Array = 1.0,
-    softcap: Softcap = None,
-    teacher_softcap: Softcap | Sequence[Softcap] = None,
-    lean: bool = False,
     entropy_aware: EntropyAware | None = None,
     mixture: TeacherMixture | None = None,
-    **options: Unpack[ShardOptions],
+    **options: Unpack[PairOptions],
 ) -> LossSums:
     """Computes the JSD (`divergence.generalised_jsd`) over the full vocabulary, plus the
     entropy-aware term (`divergence.EntropyAware`) if `entropy_aware` is given.
@@ -89,19 +88,21 @@ def divergence_from_hidden(
     teachers = [(teacher_hidden, teacher_head)]
     if isinstance(teacher_hidden, Sequence):
         teachers = list(zip(teacher_hidden, teacher_head, strict=True))
-    caps = [teacher_softcap] * len(teachers)
-    if isinstance(teacher_softcap, Sequence):
-        caps = list(teacher_softcap)
     return divergence_sums(
         FullDivergence(beta, entropy_aware, None if mixture is None else mixture.kind),
         [(student_hidden, student_head), *teachers],
         mask,
         {} if mixture is None else {"weights": mixture.weights},
-        temperature=temperature,
-        softcap=[softcap, *caps],
-        lean=lean,
-        **options,
+        **pair_softcaps(options, len(teachers)),
     )
+
+
+def pair_softcaps(options: PairOptions, teachers: int) -> LogitOptions:
+    """Makes one list of the softcaps of the student and of its teachers."""
+    cap = options.get("teacher_softcap")
+    caps = cap if isinstance(cap, Sequence) else [cap] * teachers
+    common = {name: value for name, value in options.items() if name != "teacher_softcap"}
+    return cast(LogitOptions, common | {"softcap": [options.get("softcap"), *caps]})
 
 
 def topk_divergence_from_hidden(
@@ -113,7 +114,6 @@ def topk_divergence_from_hidden(
     mask: Bool[Array, "B C"],
     *,
     beta: float,
-    lean: bool = False,
     **options: Unpack[LogitOptions],
 ) -> LossSums:
     """Computes the generalised JSD over K + 1 outcomes: the K ids, and the tail bucket of all the
@@ -132,53 +132,43 @@ def topk_divergence_from_hidden(
     """
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
     models = [(student_hidden, student_head)]
-    return divergence_sums(TopKDivergence(beta), models, mask, tokens, lean=lean, **options)
+    return divergence_sums(TopKDivergence(beta), models, mask, tokens, **options)
 
 
 def entropy_aware_from_topk(
     student_hidden: Float[Array, "B C D"],
     student_head: Float[Array, "V D"],
-    ids: Int[Array, "B C K"],
-    teacher_logprobs: Float[Array, "B C K"],
-    teacher_entropy: Float[Array, "B C"],
+    best: Uncertainty,
     mask: Bool[Array, "B C"],
     *,
     term: EntropyAware,
-    teacher_tail: Float[Array, "B C"],
-    lean: bool = False,
     **options: Unpack[LogitOptions],
 ) -> LossSums:
     """Computes the entropy-aware term alone, from what a teacher shipped: add it to any signal's
     loss.
 
     Args:
-        ids, teacher_logprobs: the teacher's K >= term.top_k most probable tokens, the most probable
-            first; what comes after the first top_k is merged into the tail.
-        teacher_tail: nats, log of the probability outside of the K ids.
-        teacher_entropy: nats, of the full distribution.
+        best: the teacher's K >= term.top_k most probable tokens; what comes after the first top_k
+            is merged into the tail.
 
     Returns:
         The term's sum, the number of *all* tokens of `mask`, and the metrics entropy_aware and
         entropy_gate.
     """
-    if ids.shape[-1] < term.top_k:
+    k, sent = term.top_k, best.best_ids.shape[-1]
+    if sent < k:
         raise ValueError(
-            f"the entropy-aware term needs the teacher's top {term.top_k} and {ids.shape[-1]} were "
+            f"the entropy-aware term needs the teacher's top {k} and {sent} were "
             "sent: raise the teacher's top-k, or lower the term's top_k"
         )
-    k = term.top_k
-    rest = [teacher_logprobs[..., k:], jnp.maximum(teacher_tail, MIN)[..., None]]
+    rest = [best.best_logprobs[..., k:], jnp.maximum(best.best_tail, MIN)[..., None]]
     tail = jax.nn.logsumexp(jnp.concatenate(rest, -1), -1)
-    gate = mask & (teacher_entropy >= term.threshold)
+    gate = mask & (best.entropy >= term.threshold)
     total, _, _ = topk_divergence_from_hidden(
-        student_hidden,
-        student_head,
-        ids[..., :k],
-        teacher_logprobs[..., :k],
+        *(student_hidden, student_head, best.best_ids[..., :k], best.best_logprobs[..., :k]),
         tail,
         gate,
         beta=0.0,
-        lean=lean,
         **options,
     )
     total, count = term.coef * total, mask.astype(jnp.float32).sum()
@@ -195,13 +185,11 @@ def divergence_sums(
     mask: Array,
     tokens: PerToken,
     outcomes: Sequence[Array | None] | None = None,
-    *,
-    lean: bool = False,
     **options: Unpack[LogitOptions],
 ) -> LossSums:
     """Computes a divergence chunk by chunk and sums it over `mask`. Arguments as of
     `chunked.shard_inputs`: the student is the first of the models."""
-    inputs = shard_inputs(term, models, mask, tokens, outcomes, lean=lean, **options)
+    inputs = shard_inputs(term, models, mask, tokens, outcomes, **options)
     total, values = loss_values(*inputs)
     given = inputs[-1]
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})

@@ -35,13 +35,17 @@ from jaxtyping import Bool, Float, Int
 from jaxrl.losses.chunked import (
     LogitOptions,
     PerToken,
-    ShardOptions,
-    Softcap,
     Term,
     TokenStats,
     VocabShard,
 )
-from jaxrl.losses.distill import FullDivergence, TopKDivergence, divergence_sums
+from jaxrl.losses.distill import (
+    FullDivergence,
+    PairOptions,
+    TopKDivergence,
+    divergence_sums,
+    pair_softcaps,
+)
 from jaxrl.losses.divergence import MIN, LossSums, clamped_gap, masked_sum, sampled_reverse_kl
 from jaxrl.losses.head import TopKTerm, logprobs_from_hidden, term_values, token_values
 from jaxrl.types import Aligned, AlignedSignal, Array, Sums, TokenAlignment
@@ -183,22 +187,27 @@ def at_student_tokens(sent: AlignedSignal, alignment: TokenAlignment) -> Aligned
     return replace(gathered, kinds=alignment.kinds, sizes=alignment.sizes)
 
 
+class SampledTokens(NamedTuple):
+    """The tokens of completions."""
+
+    ids: Int[Array, "B C"]
+    mask: Bool[Array, "B C"]
+    """True at those that train."""
+    sampler_logprobs: Float[Array, "B C"]
+    """Nats, under the policy that sampled."""
+
+
 def span_loss(
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
-    tokens: Int[Array, "B C"],
-    mask: Bool[Array, "B C"],
+    sampled_tokens: SampledTokens,
     sent: AlignedSignal,
-    sampler_logprobs: Float[Array, "B C"],
     outcomes: Outcomes,
     teacher_head: Float[Array, "Vt Dt"] | None = None,
     *,
     beta: float,
     ratio_cap: float,
-    temperature: float | Array = 1.0,
-    softcap: Softcap = None,
-    teacher_softcap: Softcap = None,
-    **options: Unpack[ShardOptions],
+    **options: Unpack[PairOptions],
 ) -> LossSums:
     """Computes the loss of the student: the divergence over outcomes where spans begin, and the
     sampled reverse KL of the spans of several tokens. Of the signal `sampled` it is the latter
@@ -206,8 +215,6 @@ def span_loss(
 
     Args:
         hidden, head: of the student; the gradient flows here.
-        tokens, mask: of the completions, and those that train.
-        sampler_logprobs: nats, of the tokens under the policy that sampled.
         teacher_head: for the signal `hidden`.
         beta: of the generalised JSD.
         ratio_cap: as of `sampled_reverse_kl`, for the whole span's ratio.
@@ -216,7 +223,9 @@ def span_loss(
         (sum in nats, number of all tokens of `mask`, metrics of the divergence and of
         `sampled_reverse_kl` by spans, aligned_bytes and exact_bytes, shares of all bytes).
     """
-    kinds = sent.kinds
+    kinds, (tokens, mask, sampler_logprobs) = sent.kinds, sampled_tokens
+    both = pair_softcaps(options, 0 if sent.hidden is None else 1)
+    own = both | {"softcap": options.get("softcap")}
     begins = (kinds != Aligned.INSIDE) & (kinds != Aligned.NOT)
     of_one_token, sampled = kinds == Aligned.EXACT, kinds == Aligned.START
     total, metrics, given_outcome = jnp.zeros(()), Sums(), jnp.full_like(tokens, -1)
@@ -225,10 +234,9 @@ def span_loss(
         sampled, baseline = sampled | of_one_token, 0.0
     else:
         term: Term = FullDivergence(beta, None)
-        teachers, caps = [(sent.hidden, teacher_head)], [teacher_softcap]
-        of_teacher, given = outcomes.teacher, {}
+        teachers, of_teacher, given = [(sent.hidden, teacher_head)], outcomes.teacher, {}
         if sent.hidden is None:
-            term, teachers, caps, of_teacher = TopKDivergence(beta), [], [], None
+            term, teachers, of_teacher = TopKDivergence(beta), [], None
             logprobs, tail = sent.topk_logprobs, sent.tail_logprob
             given = {"ids": sent.topk_ids, "logprobs": logprobs, "tail": tail}
         total, _, metrics = divergence_sums(
@@ -237,15 +245,11 @@ def span_loss(
             mask & begins,
             given,
             (outcomes.student, of_teacher),
-            temperature=temperature,
-            softcap=[softcap, *caps],
-            **options,
+            **both,
         )
         given_outcome = jnp.where(kinds == Aligned.START, outcomes.student[tokens], -1)
     inputs = hidden, head, {"ids": tokens, "given": given_outcome}, mask, (outcomes.student,)
-    found = token_values(
-        TokenGivenOutcome(), *inputs, temperature=temperature, softcap=softcap, **options
-    )
+    found = token_values(TokenGivenOutcome(), *inputs, **own)
     logprobs = jax.lax.stop_gradient(found["logprobs"] - found["score"]) + found["score"]
     of_span, sampler_of_span = (
         span_sums(jnp.where(mask, x, 0), kinds != Aligned.INSIDE)

@@ -14,6 +14,7 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 
+from jaxrl.process.json_types import Keywords
 from jaxrl.types import Tree
 
 try:
@@ -140,9 +141,9 @@ def _forward(
 
 def _backward(window: int | None, kept: Tree, d_out: jax.Array) -> tuple[Tree, ...]:
     q, shared, (k, v), shared_lengths, lengths, sinks, out, joined = kept
-    d_q, *d_own = _block_gradients(
-        q, k, v, joined, lengths, lengths, out, d_out, causal=True, window=window
-    )
+    results = joined, out, d_out
+    how: Keywords = {"causal": True, "window": window}
+    d_q, *d_own = _block_gradients(q, k, v, lengths, lengths, results, **how)
     d_shared = None
     if shared is not None:
         groups, group = len(shared[0]), len(q) // len(shared[0])
@@ -151,8 +152,9 @@ def _backward(window: int | None, kept: Tree, d_out: jax.Array) -> tuple[Tree, .
         # [P*G,N,C] -> [P,N,G*C]
         ends = joined.reshape(groups, group, q.shape[2], -1).swapaxes(1, 2)
         ends = ends.reshape(groups, q.shape[2], -1)
+        results = ends, out_all, d_all
         d_outer, *d_keys = _block_gradients(
-            q_all, k, v, ends, whole, shared_lengths, out_all, d_all, causal=False
+            q_all, k, v, whole, shared_lengths, results, causal=False
         )
         d_q, d_shared = d_outer.reshape(q.shape) + d_q, tuple(d_keys)
     d_sinks = None
@@ -197,23 +199,21 @@ def _block_gradients(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    normaliser: jax.Array,
     queries: jax.Array,
     keys: jax.Array,
-    out: jax.Array,
-    d_out: jax.Array,
+    results: tuple[jax.Array, ...],
     *,
     causal: bool,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the gradients of q, k and v, where each probability is exp(score - normaliser
-    [B,N,T])."""
+    """Computes the gradients of q, k and v from the normaliser l [B,N,T], the output and its
+    gradient, where each probability is exp(score - l)."""
     unused = jnp.zeros(0, q.dtype)
     offsets_and_pages = (unused,) * 4
     known = inspect.signature(_private._dot_product_attention_bwd_impl).parameters
     newer = {"score_mod": None} if "score_mod" in known else {}  # jax 0.12
     return getattr(_private, BACKWARD).bind(
-        *(q, k, v, unused, queries, keys, *offsets_and_pages, normaliser, out, d_out),
+        *(q, k, v, unused, queries, keys, *offsets_and_pages, *results),
         scale=q.shape[-1] ** -0.5,
         seed=0,
         dropout_rate=0.0,

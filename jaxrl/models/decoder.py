@@ -32,14 +32,13 @@ from jaxrl.models.delta import (
     recur_packed,
     recur_rows,
 )
-from jaxrl.models.experts import Routed, mixture_block
+from jaxrl.models.experts import NO_ROUTING, Routed, Routing, mixture_block
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import Kernel, kernel_of, step_kernel_of, target_on
 from jaxrl.models.layers import (
     ACTIVATIONS,
     PROJECTED,
-    Arrays,
     Rope,
     by_rows,
     gated_mlp,
@@ -84,6 +83,27 @@ class Layer(NamedTuple):
 
 Mix = Callable[[Layer], tuple[Rope, Attend]]
 """How a layer of one call rotates and attends."""
+
+
+class Blocks(NamedTuple):
+    """What all blocks of one call have in common."""
+
+    config: DecoderConfig
+    mix: Mix
+    mesh: Mesh | None
+    split: tuple[AxisName, ...] = ()
+    """The axis of a stream's tokens."""
+
+
+class Tokens(NamedTuple):
+    """The next tokens of slots: one of each, or W."""
+
+    ids: Int[Array, " B"] | Int[Array, "B W"]
+    positions: Int[Array, " B"]
+    """Of the first of them, counted from the start of the prompts."""
+    read: Array | None = None
+    """[B]: how many of them a state reads, the first ones; of one token, whether: no later token
+    can undo it. None: all."""
 
 
 class Shared(NamedTuple):
@@ -135,12 +155,12 @@ def forward(
     rolled = "cudnn" in kernels.values() or config.n_recurrent > 0
     if rolled:
         tokens, mask = roll_rows(tokens, first), roll_rows(mask, first)
-    x, inputs = embed_tokens(config, params, tokens, mesh, dtype)
+    embedded = embed_tokens(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
     mix = make_mix(config, positions, kernels, partial(attender, keys=mask, mesh=mesh))
     recur = partial(recur_rows, config.delta, mesh, mask)
-    x = _layers(config, params, x, inputs, mix, recur, remat, mesh)
+    x = _layers(Blocks(config, mix, mesh), params, embedded, recur, remat)
     return roll_rows(x, -first) if rolled else x
 
 
@@ -162,41 +182,37 @@ def forward_packed(
             `Routed.mass` [L, E].
     """
     kernels = kernels_of(config, params, mesh, dtype, joined=packing.group > 1)
-    x, inputs = embed_tokens(config, params, packing.tokens, mesh, dtype, TOKENS)
+    embedded = embed_tokens(config, params, packing.tokens, mesh, dtype, TOKENS)
     params = params if dtype is None else cast(params, dtype)
     attend = partial(attend_packed, packing=packing, mesh=mesh)
     mix = make_mix(config, packing.positions, kernels, attend)
     recur = None if config.delta is None else recur_packed(config.delta, mesh, packing)
-    given = config, params, x, inputs, mix, recur, remat, mesh
     copies = None if routed is None else packing.copies
-    return _layers(*given, TOKENS, recorded=packing.experts, routed=routed, copies=copies)
+    blocks, routing = Blocks(config, mix, mesh, (TOKENS,)), Routing(packing.experts, copies)
+    return _layers(blocks, params, embedded, recur, remat, routing, routed)
 
 
 def _layers(
-    config: DecoderConfig,
+    blocks: Blocks,
     params: Params,
-    x: Array,
-    inputs: list[Array],
-    mix: Mix,
+    embedded: tuple[Array, list[Array]],
     recur: Recur | None,
     remat: Remat,
-    mesh: Mesh | None,
-    *split: AxisName,
-    recorded: Array = None,
+    routing: Routing = NO_ROUTING,
     routed: list[Routed] | None = None,
-    copies: Array = None,
 ) -> Array:
-    """Applies all blocks and the final norm to x [B, T, D]. `inputs` are those of `embed_tokens`,
-    `recur` and `split` as of `run_block`; `recorded` [B, T, L, k] and `copies` [B, T] as of
-    `experts.mix`."""
-    chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
+    """Applies all blocks and the final norm to what `embed_tokens` gives; experts that `routing`
+    has recorded are of all layers, [B, T, L, k]."""
+    config, (x, inputs) = blocks.config, embedded
+    chosen = None if routing.recorded is None else jnp.moveaxis(routing.recorded, 2, 0)
 
     def block(
         layer: Layer, carried: tuple[Array, Lent], params: Params, own: Array, chosen: Array
     ) -> tuple[tuple[Array, Lent], Tree]:
         x, held = carried[0], dict(zip(config.lenders, carried[1], strict=True))
-        options = {"own": own, "recorded": chosen, "copies": copies, "recur": recur}
-        x, _, one = run_block(config, layer, mix, held, params, x, mesh, *split, **options)
+        here = routing._replace(recorded=chosen)
+        given = params, own
+        x, _, one = run_block(blocks, layer, held, given, x, recur=recur, routing=here)
         return (x, tuple(held.values())), one
 
     def chosen_of(
@@ -250,12 +266,11 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     kernels = kernels_of(config, params, mesh)
     mix = make_mix(config, positions, kernels, partial(attender, keys=mask, mesh=mesh))
-    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
+    blocks, held = Blocks(config, mix, mesh), dict.fromkeys(config.lenders)
     recur = partial(recur_rows, config.delta, mesh, mask)
 
     def body(x: Array, layer: Layer, given: tuple[Params, Array]) -> tuple[Array, Any]:
-        params, own = given
-        x, entry, one = run_block(config, layer, mix, held, params, x, mesh, own=own, recur=recur)
+        x, entry, one = run_block(blocks, layer, held, given, x, recur=recur)
         if not isinstance(entry, Recurrent):  # [B,W,KV,H] -> [B,KV,W,H]
             entry = tuple(jnp.swapaxes(new, 1, 2) for new in entry)
         return x, (entry, one)
@@ -275,11 +290,9 @@ def decode_step(
     config: DecoderConfig,
     params: Params,
     cache: Cache,
-    tokens: Int[Array, " B"],
-    positions: Int[Array, " B"],
+    tokens: Tokens,
     shared: Shared,
     *,
-    live: Bool[Array, " B"] | None = None,
     mesh: Mesh | None = None,
     routed: list[Routed] | None = None,
 ) -> tuple[Float[Array, "B D"], Cache]:
@@ -290,25 +303,24 @@ def decode_step(
         params: unstacked: of stacked ones a loop over layers would copy weights and cache.
         cache: of what follows the prompts; donate it. All of it is read, and where a kernel does it
             (`kernels.step_kernel_of`), of each slot what its position reaches.
-        tokens: the token at `positions`.
-        positions: counted from the start of the prompts.
-        live: the slots whose states read the token, which no later token can undo; None: all.
         routed: gets what the routers of all layers did, each leaf [L, B, 1, ...].
 
     Returns:
         The hidden state that predicts the next token, and the new cache.
     """
     assert isinstance(params["layers"], list), "unstacked"
+    ids, positions, read = tokens
+    reads = jnp.ones(ids.shape, bool) if read is None else read
     target, dtype, at = target_on(mesh), keys_of(cache).dtype.name, positions - shared.starts
     kernels = {dim: step_kernel_of(target, dim, dtype) for dim in config.head_dims}
     seats, pages = shared.seats, shared.pages
     known = {"positions": positions, "at": at, "seats": seats, "mesh": mesh, "pages": pages}
     mix = make_mix(config, positions[:, None], kernels, partial(shared_attender, **known))
-    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
-    reads = jnp.ones(tokens.shape, bool) if live is None else live
+    blocks, held = Blocks(config, mix, mesh), dict.fromkeys(config.lenders)
+    routing = Routing(ridge=None if config.experts is None else ridge(target.kind))
 
     def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
-        params, own, entry, prompt = given
+        *weights, entry, prompt = given
 
         def keep(*new: Array) -> tuple[Any, Any, Any]:
             if pages is not None:
@@ -320,16 +332,11 @@ def decode_step(
             return pair, keys, values
 
         recur = partial(recur_rows, config.delta, mesh, reads[:, None], start=entry)
-        options = {
-            "own": own,
-            "ridge": None if config.experts is None else ridge(target.kind),
-            "recur": recur,
-            "keep": keep,
-        }
-        x, kept, one = run_block(config, layer, mix, held, params, x, mesh, **options)
+        given_to = blocks, layer, held, weights, x
+        x, kept, one = run_block(*given_to, recur=recur, keep=keep, routing=routing)
         return x, (kept, one)
 
-    x, inputs = embed_tokens(config, params, tokens[:, None], mesh)
+    x, inputs = embed_tokens(config, params, ids[:, None], mesh)
     x, left = run_layers(config, body, x, params, inputs, cache, shared.cache)
     report_routing(params, [one for _, one in left], routed)
     return rms_norm(config, params["norm"], x)[:, 0], [entry for entry, _ in left]
@@ -340,10 +347,8 @@ def extend(
     params: Params,
     cache: Cache,
     prompts: Cache,
-    tokens: Int[Array, "B W"],
-    positions: Int[Array, " B"],
+    tokens: Tokens,
     starts: Int[Array, " B"],
-    lengths: Int[Array, " B"],
     *,
     mesh: Mesh | None = None,
 ) -> Cache:
@@ -352,16 +357,16 @@ def extend(
 
     Args:
         params: unstacked.
-        cache: of at least positions - starts + W positions.
+        cache: of at least positions - starts + W positions; what it holds from the first of the
+            tokens on is replaced. A state begins at `starts` with that of the prompt, and else is
+            that of the token before.
         prompts: the row of each slot [B, ...].
-        positions: of the first of the tokens; what the cache holds from there on is replaced. A
-            state begins at `starts` with that of the prompt, and else is that of the token before.
         starts: as of `Shared`.
-        lengths: how many of the tokens a state reads, the first ones.
     """
-    at = positions - starts
-    queries = positions[:, None] + jnp.arange(tokens.shape[1])[None]
-    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    ids, positions, lengths = tokens
+    assert lengths is not None
+    at, numbers = positions - starts, jnp.arange(ids.shape[1])[None]
+    queries, mask = positions[:, None] + numbers, numbers < lengths[:, None]
     of_prompt = jnp.arange(keys_of(prompts).shape[2])[None]
     of_prompt = jnp.where(of_prompt < starts[:, None], of_prompt, config.max_positions)  # no query
     own_keys = starts[:, None] + jnp.arange(keys_of(cache).shape[2])[None]
@@ -372,11 +377,11 @@ def extend(
         rows = partial(jnp.swapaxes, axis1=1, axis2=2)  # [B,KV,S,H] -> [B,S,KV,H]
         return lambda q, k, v, *sinks: attention(q, rows(k), rows(v), allowed, *sinks)
 
-    mix = make_mix(config, queries, {}, attender_of)
+    blocks = Blocks(config, make_mix(config, queries, {}, attender_of), mesh)
     held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
 
     def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
-        params, own, entry, prompt = given
+        *weights, entry, prompt = given
 
         def keep(k: Array, v: Array) -> tuple[Any, Array, Array]:
             new = _write(entry[0], k, at), _write(entry[1], v, at)
@@ -388,11 +393,10 @@ def extend(
             start = jax.tree.map(partial(jnp.where, goes_on), entry, prompt)
             return recur_rows(config.delta, mesh, mask, inputs, filters, start)
 
-        options = {"own": own, "recur": recur, "keep": keep}
-        x, kept, _ = run_block(config, layer, mix, held, params, x, mesh, **options)
+        x, kept, _ = run_block(blocks, layer, held, weights, x, recur=recur, keep=keep)
         return x, kept
 
-    x, inputs = embed_tokens(config, params, tokens, mesh)
+    x, inputs = embed_tokens(config, params, ids, mesh)
     return run_layers(config, body, x, params, inputs, cache, prompts)[1]
 
 
@@ -652,18 +656,15 @@ def run_layers(
 
 
 def run_block(
-    config: DecoderConfig,
+    blocks: Blocks,
     layer: Layer,
-    mix: Mix,
     held: dict[LayerKind, Any],
-    p: Arrays,
+    given: Sequence[Any],
     x: Array,
-    mesh: Mesh | None,
-    *split: AxisName,
-    own: Array = None,
+    *,
     recur: Recur | None = None,
     keep: Callable[..., tuple[Tree, Any, Any]] | None = None,
-    **routing: Any,
+    routing: Routing = NO_ROUTING,
 ) -> tuple[Array, Tree, Routed | None]:
     """Runs one block on the residual stream [B, T, D]: x + f(norm(x)) for attention, then for the
     MLP; or x + norm(f(x)), or x + norm(f(norm(x))), as `BlockKind.norms` says.
@@ -671,17 +672,15 @@ def run_block(
     Args:
         held: the keys and values of `DecoderConfig.lenders`, which layers that borrow read; a
             lender puts its own there.
-        p: of this layer.
-        split: the axis of a stream's tokens.
-        own: [B, T, P], where a layer reads more than the residual.
+        given: the layer's parameters, and [B, T, P] where it reads more than the residual.
         recur: of a layer with a state.
         keep: (k, v) -> the layer's entry of a cache, and the keys and values that queries attend
             to; None: they are all (k, v). Called unless the layer borrows, whose entry is ().
-        routing: where there are experts, `recorded`, `copies` and `ridge` of `experts.mix`.
 
     Returns:
         The stream, the layer's entry of a cache, and what the router did, if there is one.
     """
+    (config, mix, mesh, split), (p, own) = blocks, given
     c, kind = config.of(layer.kind), layer.kind
     after = c.block.norms == "after"
     entry: Tree = ()
@@ -712,7 +711,7 @@ def run_block(
     if c.experts is None:
         out = gated_mlp(c, p["mlp"], read)
     else:
-        out, routed = mixture_block(c, p["mlp"], read, x, mesh, split=split, **routing)
+        out, routed = mixture_block(c, p["mlp"], read, x, mesh, routing._replace(split=split))
     if after or "mlp_post_norm" in p:
         out = rms_norm(c, p["mlp_norm" if after else "mlp_post_norm"], out)
     x = x + out

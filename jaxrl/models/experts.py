@@ -151,6 +151,22 @@ class Routed(NamedTuple):
     where `mix` was given these."""
 
 
+class Routing(NamedTuple):
+    """What is asked of the routers of one call."""
+
+    recorded: Array | None = None
+    """[B, T, k] integers: the experts of each token, in place of the router's choice; -1 where the
+    router chooses. Their weights are the router's own."""
+    copies: Array | None = None
+    """[B, T] float32: how often each token counts in `Routed.mass`, 0 at padding."""
+    ridge: float | None = None
+    """Of the device, in a decode step, whose tokens are so few that all kernels are read anyway:
+    every expert computes every token, or so many rows as `step_rows` says."""
+    split: tuple[AxisName, ...] = ()
+    """The axis of a stream's tokens."""
+
+
+NO_ROUTING = Routing()
 PROJECTIONS = ("gate", "up", "down")
 
 
@@ -195,15 +211,16 @@ def expert_parameters(c: DecoderLike) -> Parameters:
 
 
 def mixture_block(
-    c: DecoderLike, p: Arrays, x: jax.Array, residual: jax.Array, mesh: Mesh | None, **routing: Any
+    c: DecoderLike,
+    p: Arrays,
+    x: jax.Array,
+    residual: jax.Array,
+    mesh: Mesh | None,
+    routing: Routing,
 ) -> tuple[jax.Array, Routed]:
     """Computes what takes the place of the MLP: `mix` of x [B, T, D]; or that + sigmoid(gate(x)) *
     mlp(x); or, of Gemma 4, norm(mlp(x)) + norm(experts(norm(r))), of the residual r that x was made
-    of, where the router reads r / rms(r) times a scale of each dim.
-
-    Args:
-        routing: `recorded`, `ridge`, `split` and `copies` of `mix`.
-    """
+    of, where the router reads r / rms(r) times a scale of each dim."""
 
     def held(p: Arrays) -> ExpertKernel:
         a = p.get("lora_a")
@@ -216,7 +233,7 @@ def mixture_block(
     activation = ACTIVATIONS[c.block.activation]
     activate = c.experts.clamp or (lambda gate, up: activation(gate) * up)
     how = c.experts, activate, mesh
-    run: Callable[..., Any] = partial(mix, *how, frozen=c.lora is not None, **routing)
+    run: Callable[..., Any] = partial(mix, *how, routing=routing, frozen=c.lora is not None)
     if c.experts.beside != "norms":
         out, routed = run(x, kernels)
         if c.experts.beside == "gate":
@@ -237,10 +254,7 @@ def mix(
     kernels: ExpertKernels,
     asked: jax.Array | None = None,
     *,
-    recorded: jax.Array | None = None,
-    ridge: float | None = None,
-    split: tuple[AxisName, ...] = (),
-    copies: jax.Array | None = None,
+    routing: Routing,
     frozen: bool = False,
 ) -> tuple[jax.Array, Routed]:
     """Computes the sum over a token's experts of weight * down(activate(gate(x), up(x))).
@@ -251,14 +265,9 @@ def mix(
     Args:
         x: [B, T, D], on a mesh its rows over the axes `ROWS`.
         asked: as x, what the router reads in its place.
-        recorded: [B, T, k] integers: the experts of each token, in place of the router's choice;
-            -1 where the router chooses. Their weights are the router's own.
-        ridge: of the device, in a decode step, whose tokens are so few that all kernels are read
-            anyway: every expert computes every token, or so many rows as `step_rows` says.
-        split: the axis of a stream's tokens.
-        copies: [B, T] float32: how often each token counts in `Routed.mass`, 0 at padding.
         frozen: of the experts only adapters have gradients.
     """
+    recorded, copies, ridge, split = routing
     over: SplitOver = None  # the axis that divides the experts, whose devices' tokens meet
     width: SplitOver = None  # the axis that divides the width of each expert
     tokens = PartitionSpec(ROWS, *split or (None,))
@@ -345,7 +354,7 @@ def route(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Routes tokens x [n, D]: returns their experts [n, k] int32, the weights of these [n, k]
     float32, and the log-probabilities [n, E] of the router [D, E], which may have a bias [E].
-    `recorded` [n, k] is as in `mix`."""
+    `recorded` [n, k] is as in `Routing`."""
     logits = jnp.matmul(x, router.astype(x.dtype), preferred_element_type=jnp.float32)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)[None]

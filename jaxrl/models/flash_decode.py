@@ -79,9 +79,8 @@ def attend_cache(
     def whole(slot: Any, step: Any, lengths: Any) -> tuple[Any, ...]:
         return slot, 0, 0, 0
 
-    def body(
-        lengths: Any, q: Any, k: Any, v: Any, out: Any, total: Any, top: Any, mass: Any, sums: Any
-    ) -> None:
+    def body(lengths: Any, q: Any, k: Any, v: Any, *results: Any) -> None:
+        out, total, top, mass, sums = results
         slot, step = pl.program_id(0), pl.program_id(1)
 
         @pl.when(step == 0)

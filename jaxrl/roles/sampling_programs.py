@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.config.schema import Config
 from jaxrl.data.example import Split
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache
+from jaxrl.models.decoder import Cache, Tokens
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import PAGE, Pages, Seats
@@ -110,7 +110,7 @@ def engine_programs(
     """Yields the programs of one `Engine.generate` that samples `samples` completions of each of
     `prompts` prompts: prefill, the copy of keys and values into rows, launches of decode steps, and
     changes of the cache's size. Their `calls` are about as many as one `generate` makes: of
-    `extend`, in each turn.
+    `extend_slots`, in each turn.
 
     Args:
         params: abstract, unstacked, with their shardings.
@@ -186,8 +186,9 @@ def engine_programs(
 
     if engine.episodes:
         answers, calls = ANSWER_ROWS * shards, -(-prompts * samples // ANSWER_ROWS)
-        texts = whole(answers, ANSWER_TOKENS[1]), *[whole(answers)] * 5
-        arrays: Any = params, slots, shared, *texts
+        number = whole(answers)
+        texts = Tokens(whole(answers, ANSWER_TOKENS[1]), number, number)
+        arrays: Any = params, slots, shared, texts, number, number, number
         yield program("answers of environments", decode.extend_slots, *arrays, calls=calls)
     if paged:
         new = engine.max_new_tokens

@@ -18,7 +18,7 @@ from jax.stages import Wrapped
 
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Shared
+from jaxrl.models.decoder import Cache, Shared, Tokens
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
 from jaxrl.models.kernels import GPU, OLDEST, Target
@@ -133,10 +133,8 @@ def extend_slots(
     params: Params,
     cache: Cache,
     prompts: Cache,
-    tokens: jax.Array,
-    positions: jax.Array,
+    tokens: Tokens,
     starts: jax.Array,
-    lengths: jax.Array,
     slots: jax.Array,
     rows: jax.Array,
 ) -> Cache:
@@ -146,21 +144,20 @@ def extend_slots(
     Args:
         cache: of at least position - start + W positions for each of these slots, donated.
         prompts: those that slots share.
-        tokens: [X*b, W] int32; the keys and values of what a shorter row has beyond its tokens are
+        tokens: [X*b, W]; the keys and values of what a shorter row has beyond its tokens are
             overwritten when its slot gets there, and read by none before that.
-        positions, starts, lengths: [X*b] int32, as of `decoder.extend`.
+        starts: [X*b] int32, as of `decoder.extend`.
         slots: [X*b] int32: each device's b slots, counted among its own; a row that is none has a
             number beyond the last.
         rows: [X*b] int32: the row of each slot's prompt, counted likewise.
     """
     chosen = _select(mesh, cache, slots)
     shared = _select(mesh, prompts, rows)
-    tokens, positions, starts, lengths = (
-        by_rows(x, mesh) for x in (tokens, positions, starts, lengths)
+    ids, positions, starts, read = (
+        by_rows(x, mesh) for x in (tokens.ids, tokens.positions, starts, tokens.read)
     )
-    chosen = decoder.extend(
-        config, params, chosen, shared, tokens, positions, starts, lengths, mesh=mesh
-    )
+    tokens = Tokens(ids, positions, read)
+    chosen = decoder.extend(config, params, chosen, shared, tokens, starts, mesh=mesh)
     chosen = _constrain(mesh, chosen)
 
     def put(cache: Cache, chosen: Cache, slots: jax.Array) -> Cache:
@@ -330,8 +327,8 @@ def launch(
         cache, (tokens, positions, counts, limits) = carry
         routed: list[Routed] = []
         active = by_rows(counts < limits, mesh)
-        arguments = config, params, cache, tokens, positions, shared
-        hidden, cache = decoder.decode_step(*arguments, live=active, mesh=mesh, routed=routed)
+        arguments = config, params, cache, Tokens(tokens, positions, active), shared
+        hidden, cache = decoder.decode_step(*arguments, mesh=mesh, routed=routed)
         logits = decoder.logits(config, params, hidden)
         if mesh is not None:
             # Rows over all axes, and V whole: each row is sampled by one device, in one order of

@@ -38,7 +38,7 @@ from jaxrl.errors import UserError
 from jaxrl.formats.finite import not_finite
 from jaxrl.models.batching import bucket, round_up
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, keys_of
+from jaxrl.models.decoder import Cache, Tokens, keys_of
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.kernels import target_on
 from jaxrl.models.parameters import Params
@@ -738,9 +738,9 @@ class _Generation:
             positions[at] = starts[at] + position
             slots[at], rows[at] = slot, self.rows.row(sample.slot, sample.prompt)
             used[shard] += 1
-        each = (x.reshape(-1) for x in (positions, starts, lengths, slots, rows))
-        caches, read = (self.cache, self.prompt_cache), tokens.reshape(-1, width)
-        arguments = (*self.on, self.params, *caches, read, *each)
+        first, read, *each = (x.reshape(-1) for x in (positions, lengths, starts, slots, rows))
+        further = Tokens(tokens.reshape(-1, width), first, read)
+        arguments = (*self.on, self.params, self.cache, self.prompt_cache, further, *each)
         with self.ledger.running(decode.extend_slots, *arguments):
             self.cache = decode.extend_slots(*arguments)
         return left

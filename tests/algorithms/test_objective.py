@@ -335,11 +335,8 @@ def entropy_aware_alone():
     term = EntropyAware(threshold=0.8, top_k=4)
 
     def alone(hidden, kernel):
-        s = batch.teacher
-        given = (s.best_ids, s.best_logprobs, s.entropy, batch.sequences.loss_mask)
-        total, count, _ = entropy_aware_from_topk(
-            hidden, kernel, *given, term=term, teacher_tail=s.best_tail
-        )
+        given = hidden, kernel, batch.teacher, batch.sequences.loss_mask
+        total, count, _ = entropy_aware_from_topk(*given, term=term)
         return total / count
 
     return jax.device_get(jax.jit(jax.grad(alone, argnums=(0, 1)))(*arrays()[:2]))

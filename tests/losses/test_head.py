@@ -32,6 +32,7 @@ from jaxrl.losses.head import (
 )
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
+from jaxrl.types import Uncertainty
 
 B, C, D, DT, V, VT, K = 4, 5, 12, 10, 50, 53, 6
 """V and VT divide by neither 4 nor 8, DT not by 4, B not by 8, and B * C not by the chunk."""
@@ -158,7 +159,10 @@ def make_loss(name, mesh=None):
     if name == "entropy":
         ids, logprobs, tail, entropy = shipped(K)
         return lambda h, w: entropy_aware_from_topk(
-            h, w, ids, logprobs, entropy, MASK, term=TERM, teacher_tail=tail, chunk=CHUNK, mesh=mesh
+            *(h, w, as_sent(ids, logprobs, tail, entropy), MASK),
+            term=TERM,
+            chunk=CHUNK,
+            mesh=mesh,
         )[0]
 
     def policy(h, w):
@@ -168,6 +172,10 @@ def make_loss(name, mesh=None):
         return masked_sum(WEIGHT * logprobs + jnp.square(entropy), MASK)
 
     return policy
+
+
+def as_sent(ids, logprobs, tail, entropy):
+    return Uncertainty(best_ids=ids, best_logprobs=logprobs, best_tail=tail, entropy=entropy)
 
 
 @cache
@@ -533,12 +541,5 @@ def test_bad_settings_are_refused():
     sent = jax.tree.map(lambda x: x[..., :2], shipped(K))
     with pytest.raises(ValueError, match="top 4 and 2 were sent"):
         entropy_aware_from_topk(
-            HIDDEN,
-            HEAD,
-            sent.ids,
-            sent.logprobs,
-            shipped(K).entropy,
-            MASK,
-            term=TERM,
-            teacher_tail=shipped(K).tail_logprob,
+            *(HIDDEN, HEAD, as_sent(sent.ids, sent.logprobs, *shipped(K)[2:]), MASK), term=TERM
         )

@@ -251,7 +251,9 @@ def elsewhere():
         def loss(z):
             settings = {"beta": 0.3, "ratio_cap": 2.0, **options}
             return token_spans.span_loss(
-                z, HEAD, tokens, MASK, signal, logprobs, outcomes, HEAD, **settings
+                *(z, HEAD, token_spans.SampledTokens(tokens, MASK, logprobs)),
+                *(signal, outcomes, HEAD),
+                **settings,
             )[0]
 
         flat = [x.reshape(-1, V) for x in (z, t)]

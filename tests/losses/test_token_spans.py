@@ -14,7 +14,7 @@ from cases import and_slow
 from numpy_losses import jsd, log_softmax, value_and_gradients
 
 from jaxrl.losses import token_spans
-from jaxrl.losses.token_spans import Outcomes, aligned_signal, span_sums
+from jaxrl.losses.token_spans import Outcomes, SampledTokens, aligned_signal, span_sums
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Aligned, AlignedSignal
@@ -90,7 +90,9 @@ def program(**settings):
 
     def loss(hidden, head, mask, signal, given):
         total, _, metrics = token_spans.span_loss(
-            *(hidden, head, TOKENS, mask, signal, SAMPLER, given, THEIR_HEAD), **settings
+            *(hidden, head, SampledTokens(TOKENS, mask, SAMPLER)),
+            *(signal, given, THEIR_HEAD),
+            **settings,
         )
         return total, metrics
 
@@ -151,7 +153,7 @@ def test_with_an_outcome_for_each_token_it_is_the_loss_of_one_vocabulary():
 
     def other(hidden, head):
         return token_spans.span_loss(
-            *(hidden, head, TOKENS, MASK, sent(), SAMPLER, given, THEIR_HEAD[:V]),
+            *(hidden, head, SampledTokens(TOKENS, MASK, SAMPLER), sent(), given, THEIR_HEAD[:V]),
             beta=0.4,
             ratio_cap=2.0,
             temperature=1.3,
@@ -344,7 +346,8 @@ def test_the_estimate_is_unbiased():
             z, tokens, signal, own = jax.tree.map(lambda x: x[None], (z, tokens, signal, own))
             mask = np.ones((1, 2), bool)
             settings = {"beta": 1.0, "ratio_cap": 2.0}
-            return token_spans.span_loss(z, head, tokens, mask, signal, own, given, **settings)[0]
+            sampled = SampledTokens(tokens, mask, own)
+            return token_spans.span_loss(z, head, sampled, signal, given, **settings)[0]
 
         return (share * jax.vmap(one)(z, tokens, signal, own)).sum()
 
@@ -365,7 +368,7 @@ def test_no_single_span_is_the_gradient_of_a_batch():
     def loss(z):
         tokens, settings = np.zeros((1, 6), int), {"beta": 1.0, "ratio_cap": 2.0}
         total, _, metrics = token_spans.span_loss(
-            z, head, tokens, mask, signal, own, given, **settings
+            z, head, SampledTokens(tokens, mask, own), signal, given, **settings
         )
         return total, metrics
 

@@ -17,7 +17,7 @@ import pytest
 from cases import and_slow
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import NamedSharding
-from prompt_of_a_slot import a_seat_each, attend_alone
+from prompt_of_a_slot import a_seat_each, attend_alone, interpret_step_kernels
 from tiny_models import make_mesh, random_params, tiny_model
 
 from jaxrl.models import (
@@ -375,8 +375,7 @@ def test_a_decode_step_has_the_sinks(
     monkeypatch.setattr(flash_decode, "BLOCK_BYTES", 1 << 14)
     q, k, v = arrays((3, 1, N, 16), *[(3, KV, 320, 16)] * 2)
     lengths = np.array([1, 150, 320], np.int32)
-    for module in (split_k, flash_decode):
-        monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
+    interpret_step_kernels(monkeypatch)
     found = jax.jit(attend_alone(name, lengths - 1, window))(q, k, v, SINKS)
     at = np.arange(320)[None, None]
     allowed = (at < lengths[:, None, None]) & (at >= lengths[:, None, None] - (window or 320))
@@ -626,7 +625,7 @@ def test_a_decode_step_in_a_kernel_is_the_step_of_products(
     q, k, v = (np.asarray(x) for x in arrays(*shapes))
     k, v = (np.where(seen[:, None, :, None], x, np.float32(7)) for x in (k, v))
     q, k, v = (x.astype(jnp.dtype(dtype)) for x in (q, k, v))
-    monkeypatch.setattr(kernel, "attend", partial(kernel.attend, interpret=True))
+    interpret_step_kernels(monkeypatch)
     name = "split-k" if kernel is split_k else "flash-decode"
     found = jax.jit(attend_alone(name, lengths - 1, window))(q, k, v)
     assert found.dtype == q.dtype
@@ -724,12 +723,12 @@ def test_a_model_decodes_in_the_kernel(
 
     def run() -> Any:
         step = partial(decoder.decode_step, config, mesh=mesh)
-        return jax.jit(step)(params, cache, tokens, positions, shared)
+        slot_tokens = decoder.Tokens(tokens, positions)
+        return jax.jit(step)(params, cache, slot_tokens, shared)
 
     expected = run()
     monkeypatch.setattr(decoder, "step_kernel_of", lambda *_: name)
-    for module in (split_k, flash_decode):
-        monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
+    interpret_step_kernels(monkeypatch)
     assert_close(run(), expected)
 
 

@@ -178,7 +178,9 @@ def test_a_decode_step_in_blocks_computes_what_the_learner_computes(
 
     def run(mesh: Any, each: list[ExpertKernel], ridge: float | None) -> Any:
         held = experts.ExpertKernels(router, *each)
-        return jax.jit(partial(experts.mix, mixture, swiglu, mesh, ridge=ridge))(x, held)
+        return jax.jit(
+            partial(experts.mix, mixture, swiglu, mesh, routing=experts.Routing(ridge=ridge))
+        )(x, held)
 
     expected, routed = run(None, floats, None)
     used, step = list[Any](), experts.step_experts

@@ -246,7 +246,7 @@ def test_a_kernel_that_works_is_used_and_tried_once(pretending, monkeypatch):
     assert step_kernel_of(H100, 64, "bfloat16") == "split-k"
 
 
-@pytest.mark.parametrize("broken", ["attend", "attend_joined", "nan", "step"])
+@pytest.mark.parametrize("broken", ["attend_rows", "attend_groups", "nan", "step"])
 def test_a_kernel_that_fails_is_used_no_more_and_a_note_says_why(broken, pretending, monkeypatch):
     working(monkeypatch)
 

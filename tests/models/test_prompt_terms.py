@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
-from prompt_of_a_slot import behind, seats_of
+from prompt_of_a_slot import behind, interpret_step_kernels, seats_of
 from tiny_models import NAMES, make_mesh, model_of_its_kinds
 
-from jaxrl.models import attention, decoder, flash_decode, split_k
+from jaxrl.models import attention, decoder, flash_decode
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import CPU, Target
@@ -115,8 +115,7 @@ def test_attention_in_two_terms_is_attention_to_copies(
     """Whatever stands behind a prompt or a token; prompts without keys, seats that are free, heads
     and slots divided by a mesh, and sinks, which count once."""
     monkeypatch.setattr(flash_decode, "BLOCK_BYTES", 1 << (16 if in_pages else 14))  # four pages
-    for module in (split_k, flash_decode):
-        monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
+    interpret_step_kernels(monkeypatch)
     q, (k, v), (prompt_k, prompt_v), sinks = given(with_sinks)
     expected = of_copies(window, with_sinks)
     positions = LENGTHS[PROMPT_OF] + OWN
@@ -164,8 +163,9 @@ def test_every_family_decodes_with_prompts_that_slots_share(name: str) -> None:
     shared = decoder.Shared(held, seats_of(prompt_of, lengths, 1), starts)
     step = jax.jit(partial(decoder.decode_step, config))
     for i, row in enumerate(tokens):
-        expected, copied = step(params, copied, row, starts + i, alone)
-        found, own = step(params, own, row, starts + i, shared)
+        tokens_at = decoder.Tokens(row, starts + i)
+        expected, copied = step(params, copied, tokens_at, alone)
+        found, own = step(params, own, tokens_at, shared)
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(found, expected, 2e-5, 2e-5 * float(np.abs(expected).max()))
 

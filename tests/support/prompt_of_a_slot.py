@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from jaxrl.models import flash_decode, split_k
 from jaxrl.models.decoder import Cache, Shared
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.shared_prompts import Seats, shared_attender
@@ -56,6 +59,12 @@ def behind(
         seats = Seats(*map(jnp.asarray, seats_of(rows, np.int32(lengths), 1)))
     starts = jnp.asarray(np.int32(lengths)[rows])
     return [begin(entry) for entry in prompts], Shared(prompts, seats, starts)
+
+
+def interpret_step_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the kernels of a decode step run anywhere."""
+    for module, name in ((split_k, "attend_parts"), (flash_decode, "attend_cache")):
+        monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=True))
 
 
 def attend_alone(kernel: Any, at: np.ndarray, window: int | None = None) -> Any:
