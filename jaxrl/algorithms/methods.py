@@ -320,7 +320,7 @@ def correction_of(config: Config) -> Correction | None:
 
 
 def objective_notes(config: Config) -> list[str]:
-    """Returns what a reader of the config should know."""
+    """Lists notes on the objective for who reads the config."""
     notes = ratio_notes(objective_of(config), config.updates_per_batch, config.policy.bypass)
     own = config.spec.minibatches
     if config.actor.minibatches is None and config.minibatches < own:

@@ -163,8 +163,7 @@ def completion_tokens(sequences: Sequences) -> Int[Array, "B C"]:
 
 
 def pack_completions(packing: Packing, batch: TrainBatch) -> TrainBatch:
-    """Returns what the losses of single tokens read from a batch, as streams [X, m, ...]: of its
-    sequences the completions, without their prompts."""
+    """Packs a batch for the losses of single tokens into streams [X, m, ...], without prompts."""
     tokens, trained = completion_tokens(batch.sequences), batch.sequences.loss_mask
     return TrainBatch(
         Sequences(*map(packing.completions.pack, (tokens, trained, trained))),

@@ -487,8 +487,7 @@ def kl_in_reward(
     *,
     estimator: str = "k1",
 ) -> Float[Array, "B T"]:
-    """Returns what is to be subtracted from the reward of each token, before its coefficient; 0
-    where masked.
+    """Computes the KL penalty of each token, before its coefficient; 0 where masked.
 
     Its sum over a row is the penalty of a sequence, to be taken off the reward before the group
     statistics; times a coefficient and taken off an advantage it acts token by token. No gradient.

@@ -108,7 +108,7 @@ def run_batches(
     longest: int,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Returns what `run` says of each sequence, in their order; equal sequences are run only once.
+    """Runs `run` on sequences, equal ones only once; returns its results in their order.
 
     Args:
         leading: arguments of `run` before the tokens.

@@ -596,7 +596,7 @@ def _unknown(family: object) -> str:
 
 
 def _text_config(raw: Raw) -> Raw:
-    """Returns what a `config.json`, even of a model of images and text, says of the text."""
+    """Returns the `config.json` of the text of a model, which may be one of images too."""
     within = raw.get("text_config")
     for name, family in FAMILIES.items():
         if family.whole is not None and family.whole == raw.get("model_type"):

@@ -204,8 +204,7 @@ def flag(raw: Raw, key: str, default: bool) -> bool:
 
 
 def stated_once(raw: Raw, *keys: str) -> Any:
-    """Returns what one of several keys with the same meaning says, or all of them alike; null where
-    none does.
+    """Reads a value that may stand at several keys; null where none has it.
 
     Raises:
         UserError: two of them say different things.

@@ -181,7 +181,7 @@ plus_vector.defvjp(lambda x, bias: (plus_vector(x, bias), bias), _plus_backward)
 def low_rank(
     c: DecoderLike, p: Arrays, x: jax.Array, reader: Arrays | None = None
 ) -> jax.Array | None:
-    """Returns what the A of an adapter makes of x, [n, rank]; None without one.
+    """Computes scale * (x A) of an adapter, [n, rank]; None without one.
 
     Args:
         reader: a projection; None too unless it reads this A, having none of its own.

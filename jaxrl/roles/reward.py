@@ -341,8 +341,8 @@ class RewardModel:
 
 
 def before_last_turn(prompt: Prompt, completion: Completion) -> str | Sequence[Message]:
-    """Returns what the last turn of a completion answers: the prompt and, for an episode, all turns
-    before it, as messages if the prompt is a chat."""
+    """Returns the prompt and, for an episode, all turns before the last one, as messages if the
+    prompt is a chat."""
     chat, turns = chat_of(prompt), completion.turns[:-1]
     if chat is None:
         return prompt.text + "".join(turn.text for turn in turns)

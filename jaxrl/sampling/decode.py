@@ -153,10 +153,7 @@ def extend_slots(
     """
     chosen = _select(mesh, cache, slots)
     shared = _select(mesh, prompts, rows)
-    ids, positions, starts, read = (
-        by_rows(x, mesh) for x in (tokens.ids, tokens.positions, starts, tokens.read)
-    )
-    tokens = Tokens(ids, positions, read)
+    tokens, starts = jax.tree.map(lambda x: by_rows(x, mesh), (tokens, starts))
     chosen = decoder.extend(config, params, chosen, shared, tokens, starts, mesh=mesh)
     chosen = _constrain(mesh, chosen)
 

@@ -122,7 +122,6 @@ class PagePool:
 
 
 def _age(sample: PartialCompletion) -> tuple[int, int]:
-    """Returns what is less of an older sample."""
     return sample.prompt, sample.sample_id
 
 

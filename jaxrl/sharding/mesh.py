@@ -117,8 +117,7 @@ def ensure_devices(needed: int) -> Visible:
 
 
 def emulation_note(n: int, cores: int) -> str:
-    """Returns words about so many emulated devices, and about their speed where they crowd the
-    cores."""
+    """Describes n emulated devices, and their speed where they crowd the cores."""
     note = f"emulating {n} CPU {'device' if n == 1 else 'devices'}"
     if n >= CROWD * cores:
         note += f" on {cores} {'core' if cores == 1 else 'cores'}: slow, and no faster than fewer"

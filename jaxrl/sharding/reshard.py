@@ -102,7 +102,7 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Returns what two boxes share, or None if that is nothing."""
+    """Intersects two boxes; None if they share nothing."""
     shared = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
     return None if any(lo >= hi for lo, hi in shared) else shared
 
@@ -338,7 +338,7 @@ def put_pieces(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax
 def piece_programs(
     xs: Sequence[Abstract | Rows], targets: Sequence[Sharding]
 ) -> list[tuple[Pieces, list[Array]]]:
-    """Returns what `reshard` would run on accelerators that are not present: functions that cut
+    """Lists the programs of `reshard` on accelerators that are not present: functions that cut
     slices out of arrays, and functions that join them at their destinations. Of devices that do the
     same, only one is listed.
 

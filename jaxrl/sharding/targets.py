@@ -313,7 +313,7 @@ def ridge(kind: str) -> float:
 
 
 def ceilings_of(device: jax.Device, dtype: str) -> Ceilings:
-    """Returns what a device reaches, with products of `dtype` where it has to be measured."""
+    """Finds the ceilings of a device, by products of `dtype` where it has to be measured."""
     kind, shared = device.device_kind, device.platform == "cpu"
     if kind in PUBLISHED:
         tflops, gbytes = PUBLISHED[kind]
