@@ -95,7 +95,7 @@ class Blocks(NamedTuple):
     """The axis of a stream's tokens."""
 
 
-class Tokens(NamedTuple):
+class SlotTokens(NamedTuple):
     """The next tokens of slots: one of each, or W."""
 
     ids: Int[Array, " B"] | Int[Array, "B W"]
@@ -290,7 +290,7 @@ def decode_step(
     config: DecoderConfig,
     params: Params,
     cache: Cache,
-    tokens: Tokens,
+    tokens: SlotTokens,
     shared: Shared,
     *,
     mesh: Mesh | None = None,
@@ -347,7 +347,7 @@ def extend(
     params: Params,
     cache: Cache,
     prompts: Cache,
-    tokens: Tokens,
+    tokens: SlotTokens,
     starts: Int[Array, " B"],
     *,
     mesh: Mesh | None = None,

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.config.schema import Config
 from jaxrl.data.example import Split
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Tokens
+from jaxrl.models.decoder import Cache, SlotTokens
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import PAGE, Pages, Seats
@@ -187,7 +187,7 @@ def engine_programs(
     if engine.episodes:
         answers, calls = ANSWER_ROWS * shards, -(-prompts * samples // ANSWER_ROWS)
         number = whole(answers)
-        texts = Tokens(whole(answers, ANSWER_TOKENS[1]), number, number)
+        texts = SlotTokens(whole(answers, ANSWER_TOKENS[1]), number, number)
         arrays: Any = params, slots, shared, texts, number, number, number
         yield program("answers of environments", decode.extend_slots, *arrays, calls=calls)
     if paged:

@@ -18,7 +18,7 @@ from jax.stages import Wrapped
 
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Shared, Tokens
+from jaxrl.models.decoder import Cache, Shared, SlotTokens
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
 from jaxrl.models.kernels import GPU, OLDEST, Target
@@ -133,7 +133,7 @@ def extend_slots(
     params: Params,
     cache: Cache,
     prompts: Cache,
-    tokens: Tokens,
+    tokens: SlotTokens,
     starts: jax.Array,
     slots: jax.Array,
     rows: jax.Array,
@@ -324,7 +324,7 @@ def launch(
         cache, (tokens, positions, counts, limits) = carry
         routed: list[Routed] = []
         active = by_rows(counts < limits, mesh)
-        arguments = config, params, cache, Tokens(tokens, positions, active), shared
+        arguments = config, params, cache, SlotTokens(tokens, positions, active), shared
         hidden, cache = decoder.decode_step(*arguments, mesh=mesh, routed=routed)
         logits = decoder.logits(config, params, hidden)
         if mesh is not None:

@@ -38,7 +38,7 @@ from jaxrl.errors import UserError
 from jaxrl.formats.finite import not_finite
 from jaxrl.models.batching import bucket, round_up
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Cache, Tokens, keys_of
+from jaxrl.models.decoder import Cache, SlotTokens, keys_of
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.kernels import target_on
 from jaxrl.models.parameters import Params
@@ -89,7 +89,7 @@ class EngineStats:
     sent_back: int = 0
     """Preemptions: how often a sample lost its slot because the cache had no page left."""
     read_again: int = 0
-    """Tokens of preempted samples, and of their prompts, that were prefilled a second time."""
+    """SlotTokens of preempted samples, and of their prompts, that were prefilled a second time."""
     generated_tokens: int = 0
     """Sampled tokens, without those after a stop string."""
     slots: int = 0
@@ -98,7 +98,7 @@ class EngineStats:
     decode_seconds: float = 0.0
     """Time for launches, until their tokens are on the host."""
     steady_tokens: int = 0
-    """Tokens of the launches during which nothing was compiled: the speed of decoding alone is
+    """SlotTokens of the launches during which nothing was compiled: the speed of decoding alone is
     theirs."""
     steady_seconds: float = 0.0
     """Time for those launches."""
@@ -739,7 +739,7 @@ class _Generation:
             slots[at], rows[at] = slot, self.rows.row(sample.slot, sample.prompt)
             used[shard] += 1
         first, read, *each = (x.reshape(-1) for x in (positions, lengths, starts, slots, rows))
-        further = Tokens(tokens.reshape(-1, width), first, read)
+        further = SlotTokens(tokens.reshape(-1, width), first, read)
         arguments = (*self.on, self.params, self.cache, self.prompt_cache, further, *each)
         with self.ledger.running(decode.extend_slots, *arguments):
             self.cache = decode.extend_slots(*arguments)

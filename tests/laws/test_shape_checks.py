@@ -17,7 +17,7 @@ from jaxrl.losses.distill import topk_divergence_from_hidden
 from jaxrl.losses.divergence import masked_sum, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.policy import kl_in_reward, make_objective, policy_loss, token_mean
-from jaxrl.models.decoder import Tokens, extend, forward
+from jaxrl.models.decoder import SlotTokens, extend, forward
 from jaxrl.types import Sequences
 
 WIDE, MASK, NARROW = jnp.zeros((2, 3)), jnp.ones((2, 3), bool), jnp.zeros(2)
@@ -57,7 +57,10 @@ def signal_of_one_state_per_sequence():
         ("ids", lambda: standardise_groups(np.zeros(2), np.zeros((2, 3), int), None)),
         ("hidden", signal_of_one_state_per_sequence),
         ("mask", lambda: forward(MODEL, PARAMS, IDS[..., 0], MASK[:, 0])),
-        ("starts", lambda: extend(MODEL, PARAMS, [], [], Tokens(IDS[..., 0], ID, ID), IDS[..., 0])),
+        (
+            "starts",
+            lambda: extend(MODEL, PARAMS, [], [], SlotTokens(IDS[..., 0], ID, ID), IDS[..., 0]),
+        ),
     ],
 )
 def test_one_value_per_sequence_for_one_per_token_is_refused_by_name(argument, call):

@@ -723,7 +723,7 @@ def test_a_model_decodes_in_the_kernel(
 
     def run() -> Any:
         step = partial(decoder.decode_step, config, mesh=mesh)
-        slot_tokens = decoder.Tokens(tokens, positions)
+        slot_tokens = decoder.SlotTokens(tokens, positions)
         return jax.jit(step)(params, cache, slot_tokens, shared)
 
     expected = run()

@@ -202,7 +202,7 @@ def test_prefill_then_decode_is_forward(name: str) -> None:
     np.testing.assert_allclose(np.asarray(first)[mask], expected[::2, :width][mask], atol=1e-5)
     positions, rows = lengths[prompt_of], np.arange(6)
     for _ in range(5):
-        step_tokens = decoder.Tokens(slots[rows, positions], positions)
+        step_tokens = decoder.SlotTokens(slots[rows, positions], positions)
         got, cache = step(params, cache, step_tokens, shared)
         np.testing.assert_allclose(got, expected[row_of, positions], atol=2e-5)
         positions += 1

@@ -198,7 +198,7 @@ def test_a_decode_step_runs_in_a_kernel_that_reads_the_cache_where_it_is(
     prompts = decoder.Shared(
         cache(rows), Seats(ints(rows, 4), ints(rows), ints(slots)), ints(slots)
     )
-    given = (params, cache(slots), decoder.Tokens(ints(slots), ints(slots)), prompts)
+    given = (params, cache(slots), decoder.SlotTokens(ints(slots), ints(slots)), prompts)
     step = partial(decoder.decode_step, model, mesh=mesh)
     with compiling_for(target_of(mesh.devices.flat)):
         lowered = jax.jit(step, donate_argnums=1).lower(*given)

@@ -178,7 +178,7 @@ def test_prefill_and_decode_equal_the_forward_pass(name):
     np.testing.assert_allclose(hidden, whole[:, :5], atol=1e-5)
     cache, shared = behind(prompts, [5, 5], positions=8)
     for t in range(5, 9):
-        at = decoder.Tokens(tokens[:, t], np.full(2, t, np.int32))
+        at = decoder.SlotTokens(tokens[:, t], np.full(2, t, np.int32))
         hidden, cache = decode(config, params, cache, at, shared)
         np.testing.assert_allclose(hidden, whole[:, t], atol=1e-5)
 

@@ -163,7 +163,7 @@ def test_every_family_decodes_with_prompts_that_slots_share(name: str) -> None:
     shared = decoder.Shared(held, seats_of(prompt_of, lengths, 1), starts)
     step = jax.jit(partial(decoder.decode_step, config))
     for i, row in enumerate(tokens):
-        tokens_at = decoder.Tokens(row, starts + i)
+        tokens_at = decoder.SlotTokens(row, starts + i)
         expected, copied = step(params, copied, tokens_at, alone)
         found, own = step(params, own, tokens_at, shared)
         assert np.abs(expected).max() > 0.1

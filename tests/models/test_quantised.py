@@ -174,7 +174,7 @@ def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
     np.testing.assert_allclose(hidden, expected[:, :5], atol=1e-5)
     cache, shared = behind(prompts, [5, 5], positions=8)
     decode = jax.jit(decoder.decode_step, static_argnums=0)
-    at = decoder.Tokens(tokens[:, 5], np.full(2, 5, np.int32))
+    at = decoder.SlotTokens(tokens[:, 5], np.full(2, 5, np.int32))
     hidden, _ = decode(config, params, cache, at, shared)
     np.testing.assert_allclose(hidden, expected[:, 5], atol=1e-5)
 
