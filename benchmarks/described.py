@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.aot.compile_report import compile_program
-from jaxrl.aot.hlo import Graphs, read
+from jaxrl.aot.hlo import Graphs, read_program
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import default_dtype, target_of
@@ -329,7 +329,7 @@ def _measured(run: DescribedRun, program: Program, seconds: float, planned: int 
     devices = list(run.programs.meshes[program.role].devices.flat)
     begin = time.perf_counter()
     compiled, graphs, total = compile_program(program, run.inputs.target)
-    text = read(compiled.as_text())
+    text = read_program(compiled.as_text())
     found = Measured(
         planned=planned,
         compiled=total,

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from jaxrl.algorithms.methods import needed_roles
-from jaxrl.aot.hlo import Collective, Graphs, read, read_thunks, read_total
+from jaxrl.aot.hlo import Collective, Graphs, read_program, read_thunks, read_total
 from jaxrl.aot.machine import machine, prepare
 from jaxrl.aot.subprocess_compile import Died, apart
 from jaxrl.aot.suggest import PREDICTED, SHOWN, WORTH, Search, Traffic, candidate_lines, sent_bytes
@@ -369,7 +369,7 @@ def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iter
                 reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
                 row = replace(row, error=reason)
             else:
-                found = read(compiled.as_text())
+                found = read_program(compiled.as_text())
                 row = replace(
                     row,
                     compiled_bytes=held,

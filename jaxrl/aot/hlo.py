@@ -71,7 +71,7 @@ class Compiled:
     """The kernel; None where attention is made of matrix products."""
 
 
-def read(text: str) -> Compiled:
+def read_program(text: str) -> Compiled:
     """Parses an optimized program's `as_text()`."""
     lines_of = computations(text)
     # How often each computation runs in a call of the program; a loop of unknown length once.

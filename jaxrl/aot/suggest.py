@@ -213,8 +213,8 @@ def _gathered(model: DecoderConfig, axes: Axes, dtype: str, *, trained: bool = F
 
 
 def _blocks_of_experts(m: Setting) -> Work:
-    """Returns what the decode steps compute and move for experts beside `decode_work`: rows that no
-    token chose, kernels that are gathered, and what goes in and out of each product."""
+    """Counts the work of the decode steps for experts beside `decode_work`: rows that no token
+    chose, kernels that are gathered, and what goes in and out of each product."""
     c, axes, steps = m.student, m.axes["rollout"], m.decode_steps
     assert c.experts is not None
     held, wide = _split(c.experts.count, axes.expert), _split(c.d_ff, axes.tensor)

@@ -171,9 +171,10 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
 
 
 def with_loss_chunk(config: Config, inputs: PlanInputs) -> tuple[Config, list[str]]:
-    """Sets the keys of the actor that are left to the plan, and says why. Last of all choices:
-    whether a run fits is decided with the smallest chunk."""
-    return _with_keys(config, inputs, "actor")
+    """Sets the keys of the actor that are left to the plan, where the run fits, and says why. Last
+    of all choices: whether it fits is decided with the smallest chunk."""
+    fits = all(inputs.limits) and Candidate(config, inputs).fits
+    return _with_keys(config, inputs, "actor") if fits else (config, [])
 
 
 def _with_keys(config: Config, inputs: PlanInputs, role: str) -> tuple[Config, list[str]]:

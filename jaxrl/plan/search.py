@@ -117,9 +117,15 @@ class Candidate:
         return predict(self.stages, names, SCHEDULES[self.config.schedule])
 
     def remedies(self, role: str) -> Iterator[Remedy]:
-        """Yields what the role declares."""
-        common = functools.partial(common_remedies, role=role)
-        yield from REMEDIES.get(role, common)(self.setting)
+        """Yields what the role declares, without the present values."""
+        declared = REMEDIES.get(role, functools.partial(common_remedies, role=role))
+        for remedy in declared(self.setting):
+            now = get_key(self.config, remedy.key)
+            faster, smaller = (
+                [value for value in values if value != now]
+                for values in (remedy.faster, remedy.smaller)
+            )
+            yield replace(remedy, faster=faster, smaller=smaller)
 
     def peak(self, pool: int) -> int | None:
         """Returns the bytes of a pool; None where the mesh does not allow the changes."""

@@ -335,7 +335,7 @@ class RunSetup:
 
 
 def run_advice(run_dir: Path) -> dict[str, tuple[str, ...]]:
-    """Returns what the times of a run say, from its `config.yaml`, `plan.json` and `timeline.json`:
+    """Reads the times of a run from its `config.yaml`, `plan.json` and `timeline.json`, and returns
     heading -> lines; empty where there is nothing to say. `FASTER`: splits and schedules that would
     be faster, the fastest first; of a run on emulated devices, on devices of their own. `WENT`:
     what each pool did in a step, and which pool it waited for."""
@@ -440,11 +440,13 @@ def measured_run(run_dir: Path) -> tuple[RunSetup, StepTimes] | None:
         )
     except (OSError, ValueError):  # a UserError too
         return None
-    measured = measure(read_calls(run_dir / TIMELINE_FILE), setup.pool_of, setup.staleness)
+    measured = measure_steps(read_calls(run_dir / TIMELINE_FILE), setup.pool_of, setup.staleness)
     return None if measured is None else (setup, measured)
 
 
-def measure(calls: Sequence[Span], pool_of: Mapping[str, str], staleness: int) -> StepTimes | None:
+def measure_steps(
+    calls: Sequence[Span], pool_of: Mapping[str, str], staleness: int
+) -> StepTimes | None:
     """Measures what the steady steps among these calls took; None where they are too few."""
     windows = steady_steps(calls, staleness)
     if len(windows) < ENOUGH:

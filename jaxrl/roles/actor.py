@@ -715,8 +715,7 @@ def actor_remedies(run: RunShapes) -> Iterator[Remedy]:
         [-(-run.width // context) * n for n in fewer],
         timed=True,
     )
-    smaller = ["full"] if c.actor.remat != "full" else ()
-    yield Remedy("actor.remat", remats[: remats.index(c.actor.remat)], smaller, timed=True)
+    yield Remedy("actor.remat", remats[: remats.index(c.actor.remat)], ["full"], timed=True)
     chunks: tuple[int | None, ...] = (*GPU_CHUNKS, None)
     yield Remedy(
         "distill.chunk_tokens",

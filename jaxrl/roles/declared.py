@@ -121,8 +121,8 @@ class Resident:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A key of the config that makes a role smaller or faster, with the values to try instead of
-    the present one."""
+    """A key of the config that makes a role smaller or faster, with the values to try; the present
+    one is left out of them."""
 
     key: str
     faster: Sequence[Any] = ()

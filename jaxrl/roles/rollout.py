@@ -439,7 +439,5 @@ def rollout_remedies(run: RunShapes) -> Iterator[Remedy]:
         " a slot whose sequence has ended takes the next one",
     )
     if c.trains_adapters and c.quantised is None:
-        now = c.rollout.merge
-        faster, smaller = ([], [False]) if now else ([True], [])
-        yield Remedy("rollout.merge", faster, smaller, timed=True)
+        yield Remedy("rollout.merge", [True], [False], timed=True)
     yield from common_remedies(run, "rollout")

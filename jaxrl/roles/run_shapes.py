@@ -85,7 +85,7 @@ class RunInputs:
         return self.teachers if role == "teacher" else (self.model(role),)
 
     def kernel_uses(self, config: Config, roles: Iterable[str]) -> list[Use]:
-        """Returns what these roles need of attention kernels (`kernels.try_kernels`)."""
+        """Lists the attention kernels that these roles need (`kernels.try_kernels`)."""
         return [
             (dim, config.roles[role].compute_dtype, generates(config, role))
             for role in roles
@@ -203,8 +203,8 @@ def common_remedies(run: RunShapes, role: str) -> Iterator[Remedy]:
         yield Remedy(f"{role}.num_microbatches", range(1, parts), more, timed=True)
     others = inputs.placement.pool_of(role).roles
     if sum(other in inputs.roles for other in others) > 1:
-        for key, on in config.offload.model_dump().items():
-            yield Remedy(f"offload.{key}", smaller=[] if on else [True])
+        for key in type(config.offload).model_fields:
+            yield Remedy(f"offload.{key}", smaller=[True])
     given, sizes = section.parallel.model_dump(), [2, 4, 8]
     if given["tensor"] is None and not inputs.whole_vocabulary(config, role):
         tensor = [t for t in sizes if t > now.tensor and now.size % t == 0]

@@ -35,7 +35,7 @@ from compiled_runs import (
 from decode_step import passes, step
 from divergence import compiled as compiled_loss
 
-from jaxrl.aot.hlo import computations, read
+from jaxrl.aot.hlo import computations, read_program
 from jaxrl.roles.declared import local_bytes
 
 pytestmark = NEEDS_COMPILERS
@@ -80,14 +80,16 @@ def on_a_t4(
 @pytest.mark.usefixtures("on_a_t4")
 def test_nothing_above_a_megabyte_is_gathered_in_the_body_of_a_decode_step(made):
     """The logits of all slots would be 58 MB at every token."""
-    inside = {k: v for k, v in read(made["decode"].text).largest_gather.items() if k != "ENTRY"}
+    inside = {
+        k: v for k, v in read_program(made["decode"].text).largest_gather.items() if k != "ENTRY"
+    }
     assert max(inside.values(), default=0) <= 1e6, inside
 
 
 def test_a_decode_step_reads_each_slot_s_own_keys(made):
     """In the kernel that stops at a slot's length, and without a copy of the cache for it."""
     text = made["decode"].text
-    assert read(text).attention == "a Triton kernel"
+    assert read_program(text).attention == "a Triton kernel"
     copied = re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", text)
     assert not [shape for shape in copied if shape.count(",") == 3]
 
@@ -138,8 +140,8 @@ def test_a_cache_in_pages_is_neither_copied_nor_gathered(made, paged):
     assert local_bytes(args[3]) == pytest.approx(
         local_bytes(made["decode"].program.args[3]), rel=0.1
     )
-    assert read(text).attention == "a Triton kernel"
-    inside = {k: v for k, v in read(text).largest_gather.items() if k != "ENTRY"}
+    assert read_program(text).attention == "a Triton kernel"
+    inside = {k: v for k, v in read_program(text).largest_gather.items() if k != "ENTRY"}
     assert max(inside.values(), default=0) <= 1e6, inside
     assert not re.findall(rf"= \w+\[{owners},[\d,]*\]\S* (?:copy|transpose)\(", text)
     graphs = paged["decode"].graphs
@@ -165,7 +167,7 @@ def test_each_data_shard_prefills_its_own_prompts(made):
     prefill = made["prefill"]
     tokens = prefill.program.args[3].size
     kept = 2 * 2 * tokens // 2 * STUDENT["num_key_value_heads"] * 128 * 2  # of two layers
-    assert read(prefill.text).collectives == {}
+    assert read_program(prefill.text).collectives == {}
     assert kept <= prefill.compiled.memory_analysis().output_size_in_bytes < 1.01 * kept
 
 
@@ -182,7 +184,7 @@ def test_the_update_holds_no_array_of_the_global_batch(made):
 def test_attention_is_cudnn_s_and_reads_no_dense_mask(made, name):
     """A mask [B, T, T] is traffic, and without `causal` half of the products are for nothing."""
     text = made[name].text
-    assert read(text).attention == "cuDNN's flash attention"
+    assert read_program(text).attention == "cuDNN's flash attention"
     widths = {str(n) for n in (PROMPT, NEW, PROMPT + NEW)}
     square = [
         found
@@ -219,7 +221,7 @@ def test_logits_are_read_once_for_their_largest_and_their_sum(name, most):
 
 
 def test_gradients_are_scattered_not_reduced_whole(made):
-    found = read(made["update"].text).collectives
+    found = read_program(made["update"].text).collectives
     assert found["reduce-scatter"].bytes > 100e6
     assert found["all-reduce"].bytes < 0.05 * found["reduce-scatter"].bytes
     hidden = {kind: each.overlapped / each.bytes for kind, each in found.items()}
@@ -234,7 +236,7 @@ def test_the_state_is_updated_in_place(made):
 
 
 def test_a_teacher_with_whole_copies_needs_no_collective(made):
-    found = read(made["score"].text).collectives
+    found = read_program(made["score"].text).collectives
     assert sum(each.bytes for each in found.values()) < 1e6, found
 
 
@@ -447,7 +449,7 @@ def across_hosts(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFact
 def test_the_embedding_s_gradient_crosses_hosts_in_shares(across_hosts):
     """Scattered in a host first: the whole table in float32 is 933 MB."""
     table = STUDENT["vocab_size"] * STUDENT["hidden_size"]
-    found = read(across_hosts.text).collectives
+    found = read_program(across_hosts.text).collectives
     assert found["reduce-scatter"].bytes >= 4 * table
     sums = [math.prod(shape) for kind, shape in reduced(across_hosts.text) if kind == "f32"]
     assert table // 8 <= max(sums) < table // 4
@@ -548,7 +550,7 @@ def test_tokens_travel_to_their_experts_and_back(mixture):
     """In each of two layers three times to them (forward, again for the backward pass, and the
     gradients of what they return) and twice back. No gradient of an expert travels, of which the
     layers have 4.8 GB in float32; those of the other weights do, and the choices of the routers."""
-    found = read(mixture["update"].text)
+    found = read_program(mixture["update"].text)
     tokens = 8 * (PROMPT + 2 * GROUP * NEW)  # of four minibatches each, a group on each device
     moved = tokens * MIXTURE["hidden_size"] * 2
     assert max(found.largest_gather.values()) == moved
@@ -561,7 +563,7 @@ def test_tokens_travel_to_their_experts_and_back(mixture):
 
 
 def test_a_decode_step_moves_its_tokens_not_the_experts(mixture):
-    found = read(mixture["decode"].text).collectives
+    found = read_program(mixture["decode"].text).collectives
     moved = 2 * SLOTS * MIXTURE["hidden_size"] * 2  # of both layers
     steps = mixture["decode"].plan.config.rollout.launch_tokens
     print(steps, {kind: each.bytes / moved for kind, each in found.items()})
@@ -655,6 +657,6 @@ def test_a_t4_compiles_the_notebook_s_programs(on_a_t4, name):
     """In the dtype that it has products for."""
     for each in on_a_t4[name]:
         assert each.plan.config.actor.compute_dtype == "float32"
-        assert read(each.text).attention is None
+        assert read_program(each.text).attention is None
     made = [(each.program.role, each.program.name) for each in on_a_t4[name]]
     assert sorted(made) == sorted(NOTEBOOKS[name])

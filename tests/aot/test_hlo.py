@@ -1,6 +1,6 @@
 """What is read from the text of a compiled program."""
 
-from jaxrl.aot.hlo import read, read_thunks, read_total
+from jaxrl.aot.hlo import read_program, read_thunks, read_total
 
 PROGRAM = """\
 HloModule jit_step
@@ -44,14 +44,14 @@ backend_config={"known_trip_count":{"n":"5"}}
 
 
 def test_collectives_in_a_loop_count_as_often_as_it_runs():
-    found = read(PROGRAM)
+    found = read_program(PROGRAM)
     gather, reduce = found.collectives["all-gather"], found.collectives["all-reduce"]
     assert (gather.calls, gather.bytes) == (5, 5 * 16 * 16 * 2)
     assert (reduce.calls, reduce.bytes) == (1, 4 * 4 * 4)
 
 
 def test_a_collective_is_overlapped_where_work_stands_between_its_start_and_its_end():
-    found = read(PROGRAM)
+    found = read_program(PROGRAM)
     assert found.collectives["all-gather"].overlapped == found.collectives["all-gather"].bytes
     assert found.collectives["all-reduce"].overlapped == 0
 
@@ -75,7 +75,7 @@ all-gather-start(%a, %b), channel_id=1, dimensions={0}
 
 def test_collectives_that_xla_combines_count_with_all_their_arrays():
     """The larger of operands and results: of a gather the results, of a scatter the operands."""
-    found = read(COMBINED).collectives
+    found = read_program(COMBINED).collectives
     assert {kind: each.bytes for kind, each in found.items()} == {
         "all-gather": 16 * (16 + 4) * 2,
         "all-reduce": 8 * (4 + 2) * 4,
@@ -96,14 +96,14 @@ def test_a_sum_of_scalars_hides_no_collective():
         program = text.replace("{}", inside).replace(
             "%fusion.1 = bf16[8,16]{1,0} fusion(%x)", fusion
         )
-        found = read(program).collectives["all-gather"]
+        found = read_program(program).collectives["all-gather"]
         shares[name] = found.overlapped / found.bytes
     assert shares == {"scalar": 0.0, "slice": 0.0, "large": 1.0}
 
 
 def test_the_attention_kernel():
-    assert read(PROGRAM).attention == "cuDNN's flash attention"
-    assert read(PROGRAM.replace("__cudnn$fmhaSoftmax", "other")).attention is None
+    assert read_program(PROGRAM).attention == "cuDNN's flash attention"
+    assert read_program(PROGRAM.replace("__cudnn$fmhaSoftmax", "other")).attention is None
 
 
 THUNKS = """\

@@ -36,7 +36,7 @@ from jaxrl.plan import transfer_notes
 from jaxrl.plan.advice import with_axes, with_choices
 from jaxrl.plan.plan_inputs import STORE, PlanInputs, Setting
 from jaxrl.plan.search import Candidate
-from jaxrl.profile.waits import RunSetup, StepTimes, measure, speedup
+from jaxrl.profile.waits import RunSetup, StepTimes, measure_steps, speedup
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.placement import place
 from jaxrl.sharding.targets import GPUS, TargetMachine, ceilings_of
@@ -359,7 +359,7 @@ def emulated(candidates: Sequence[Candidate], unit: float, folder: Path) -> list
         config = candidate.config.model_copy(update={"steps": 12})
         stages = {stage: unit * seconds for stage, seconds in candidate.stages.items()}
         calls = sleeping_run(config, stages, folder / str(number))
-        found = measure(calls, pools_of(candidate), SCHEDULES[config.schedule])
+        found = measure_steps(calls, pools_of(candidate), SCHEDULES[config.schedule])
         assert found is not None
         return found
 

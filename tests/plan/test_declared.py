@@ -11,9 +11,10 @@ from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import build
 from jaxrl.plan.declarations import RESIDENTS
+from jaxrl.plan.search import REMEDIES, Candidate, get_key, set_key
 from jaxrl.plan.table import Plan, plan_json, read_plan
 from jaxrl.roles.actor import actor_residents
-from jaxrl.roles.declared import Resident
+from jaxrl.roles.declared import Remedy, Resident
 from jaxrl.sharding.ledger import Ledger, use
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
@@ -63,6 +64,28 @@ def test_a_resident_that_a_role_declares_is_in_plan_ledger_and_report(monkeypatc
     ledger.enter("actor.update")
     assert role.copy["kernel"].sharding.memory_kind == "device"
     use(Ledger())
+
+
+def test_a_key_that_a_role_declares_is_tried_and_named(monkeypatch) -> None:
+    mesh, line = "actor+rollout=2,teacher=2", "faster: rollout.launch_tokens=7 (now "
+    assert not any(each.startswith(line) for each in planned(mesh).verdict)
+    remedy = Remedy("rollout.launch_tokens", faster=[7])
+    monkeypatch.setitem(REMEDIES, "rollout", lambda run: [remedy])
+    assert sum(each.startswith(line) for each in planned(mesh).verdict) == 1
+
+
+def test_declared_values_are_valid_and_others_than_the_present_ones() -> None:
+    config = {"student": {"model": "student", "lora": {"rank": 4}}, "rollout": {"slots": 4}}
+    config |= {"actor": {"remat": "dots"}, "teacher": {"model": "t", "num_microbatches": 4}}
+    plan, keys = planned("actor+rollout=2,teacher=2", **config), set()
+    for role in ROLES:
+        for remedy in Candidate(plan.config, plan.inputs).remedies(role):
+            for value in (*remedy.faster, *remedy.smaller):
+                assert value != get_key(plan.config, remedy.key)
+                changed = set_key(plan.config, remedy.key, value).model_dump()
+                assert get_key(Config.parse(changed), remedy.key) == value
+                keys.add(remedy.key)
+    assert keys >= {"actor.remat", "rollout.slots", "rollout.merge", "teacher.num_microbatches"}
 
 
 def test_arrays_that_two_roles_hold_are_counted_once() -> None:

@@ -47,7 +47,7 @@ def simulate(path, mesh, schedule):
     works = {("rollout", "generate"), ("teacher", "score"), ("actor", "update")}
     stages = {(role, method): COSTS[method] / run.devices[role] for role, method in works}
     stages |= {("actor", "publish"): SYNC_S, ("rollout", "load"): SYNC_S}
-    return waits.measure(sleeping_run(run.config, stages, path), run.pool_of, run.staleness)
+    return waits.measure_steps(sleeping_run(run.config, stages, path), run.pool_of, run.staleness)
 
 
 def test_predictions_are_true_of_runs_and_the_best_split_is_the_fastest(tmp_path):
