@@ -51,14 +51,14 @@ class Calculator(Environment):
     def step(self, text: str, messages: Sequence[Message]) -> Answer:
         turn = after_thoughts(text) or ""
         expression = turn.rstrip("=? ").rsplit("=", 1)[-1]
-        number, value = expression.strip(), value_of(expression)
+        number, value = expression.strip(), compute_value(expression)
         is_number = pattern("number").fullmatch(number) and value in (number, "?")
         if is_number and turn.endswith(expression):
             return Answer(reward=score_sum(turn, str(self.row["answer"])), done=True)
         return Answer(value)
 
 
-def value_of(expression: str) -> str:
+def compute_value(expression: str) -> str:
     """Returns the value as a whole number or a fraction of two; `?` where there is none."""
     if len(expression) > LONGEST_EXPRESSION or not re.fullmatch(r"[-+*/()\d\s]+", expression):
         return "?"

@@ -20,13 +20,7 @@ from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
 from jaxrl.data.chat_template import has_template, holds_turns
 from jaxrl.data.example import JsonObject, Message, Split
-from jaxrl.data.tokenizer import (
-    Tokenizer,
-    TurnEncoder,
-    as_messages,
-    chat_of,
-    encode_prompt,
-)
+from jaxrl.data.tokenizer import Tokenizer, TurnEncoder, as_messages, chat_of, encode_prompt
 from jaxrl.environments.environment_pool import EnvironmentPool
 from jaxrl.environments.environment_process import (
     KEY,
@@ -250,10 +244,9 @@ class EpisodeBatch:
         asked = [pool.submit(self._reset(index)) for index in range(len(self._prompts))]
         with waiting(f"{self._all.source.text}: the prompts of {len(asked)} episodes"):
             firsts = [future.result() for future in asked]
-        for index, first in enumerate(firsts):
-            self.firsts[index] = first
-            if self.firsts[index] != own_prompt(self._prompts[index]):
-                first = self.firsts[index]
+        self.firsts = dict(enumerate(firsts))
+        for index, first in self.firsts.items():
+            if first != own_prompt(self._prompts[index]):
                 self._chat[index] = not isinstance(first, str) or self._all.in_turn(first)
 
     def answer(

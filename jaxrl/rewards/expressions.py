@@ -18,20 +18,7 @@ from typing import Any
 
 from math_verify import grader, parser, verify
 
-from jaxrl.rewards.answers import (
-    LONGEST_EXPRESSION,
-    TOLERANCE,
-    Number,
-    given_expression,
-    given_texts,
-    literal,
-    plain_text,
-    read_number,
-    same_literal,
-    spelled,
-    unit_of,
-    units_agree,
-)
+from jaxrl.rewards import answers
 from jaxrl.rewards.rules import pattern, rewrite
 
 # At every call it would warn that nobody limits its time: a process of ours does.
@@ -54,20 +41,21 @@ _CASES = replace(
 
 def judge_expression(completion: str, answer: str) -> float | None:
     """Returns 1 if the completion gives the answer, else 0; None if it is not understood."""
-    wanted = literal(answer)
+    wanted = answers.literal(answer)
     if wanted is not None:
-        return float(any(same_literal(wanted, text) for text in given_texts(completion)))
-    gold = read_number(answer) or _expression(_latex(answer))
+        texts = answers.given_texts(completion)
+        return float(any(answers.same_literal(wanted, text) for text in texts))
+    gold = _read(answer)
     if gold is None:
         return None
-    found = given_expression(completion)
-    texts = [given_texts(completion)[0], *([found] if isinstance(found, str) else [])]
-    if any(spelled(text) == spelled(answer) for text in texts):
+    found = answers.given_expression(completion)
+    texts = [answers.given_texts(completion)[0], *([found] if isinstance(found, str) else [])]
+    if any(answers.spelled(text) == answers.spelled(answer) for text in texts):
         return 1.0
     if isinstance(found, str):
-        if literal(found) is not None or not _may_be_one(answer, found):
+        if answers.literal(found) is not None or not _may_be_one(answer, found):
             return 0.0
-        found = read_number(found) or _expression(_latex(found))
+        found = _read(found)
     return float(found is not None and _equal(gold, found))
 
 
@@ -75,29 +63,32 @@ def _may_be_one(gold: str, found: str) -> bool:
     """Returns whether the brackets and units of two answers allow them to be equal: a set in braces
     is no tuple, an interval without its ends is not one with them, a tuple is a list only in the
     same order, and \\text{ cm} behind an expression is not \\text{ m}."""
-    if not units_agree(*(_split_unit(text)[1] for text in (gold, found))):
+    if not answers.units_agree(*(_split_unit(text)[1] for text in (gold, found))):
         return False
     (a, these), (b, those) = _parts(gold), _parts(found)
     if "" in (a, b) or a == b or {a, b} == {"{}", ","}:
         return True
-    if "," not in (a, b) or "=" in gold + found or read_number(gold) or read_number(found):
+    numbers = any(map(answers.read_number, (gold, found)))
+    if "," not in (a, b) or "=" in gold + found or numbers:
         return "," in (a, b)
-    pairs = [
-        [read_number(x) or _expression(_latex(x)) for x in both]
-        for both in zip(these, those, strict=False)
-    ]
+    pairs = zip(map(_read, these), map(_read, those), strict=False)
     same = [None not in pair and _equal(*pair) for pair in pairs]
     return len(these) == len(those) and all(same)
+
+
+def _read(text: str) -> Any:
+    """Reads an answer as a number or else an expression; None where it is neither."""
+    return answers.read_number(text) or _expression(_latex(text))
 
 
 def _equal(gold: Any, found: Any) -> bool:
     """Returns whether two numbers or expressions are equal; an equation `x = 5` equals 5."""
     gold, found = (_decimal(x) if isinstance(x, sympy.Float) else x for x in (gold, found))
-    if isinstance(gold, Number) and isinstance(found, Number):
+    if isinstance(gold, answers.Number) and isinstance(found, answers.Number):
         return gold.same(found)
-    if isinstance(found, Number):
+    if isinstance(found, answers.Number):
         gold, found = found, gold
-    if isinstance(gold, Number):
+    if isinstance(gold, answers.Number):
         if gold.scale:
             return False
         if _is_constant(found):
@@ -202,15 +193,15 @@ def _bits(x: Any) -> float:
     return sum(args) + 2
 
 
-def _decimal(decimal: Any) -> Number:
+def _decimal(decimal: Any) -> answers.Number:
     """Converts a decimal of sympy as it was spelled, with at most 15 digits."""
     value, digits = sympy.Rational(str(decimal)), str(decimal).partition("e")[0].rstrip("0")
     exponent = int(str(decimal).partition("e")[2] or 0) - len(digits.partition(".")[2])
     step = Fraction(10) ** exponent if value.q > 1 else Fraction(0)
-    return Number(Fraction(int(value.p), int(value.q)), step=step)
+    return answers.Number(Fraction(int(value.p), int(value.q)), step=step)
 
 
-def _is_value(constant: Any, number: Number) -> bool:
+def _is_value(constant: Any, number: answers.Number) -> bool:
     """Returns whether a number equals a constant: exactly or, if a decimal, after rounding."""
     for value in {number.value, number.value / 100} if number.percent else {number.value}:
         if _same_value(constant, sympy.Rational(value.numerator, value.denominator)):
@@ -218,7 +209,7 @@ def _is_value(constant: Any, number: Number) -> bool:
         step = number.step if value == number.value else number.step / 100
         if step and _bits(constant) <= EXACT_BITS:
             exact = sympy.N(constant, DIGITS)
-            close = min(step / 2, TOLERANCE * abs(value))
+            close = min(step / 2, answers.TOLERANCE * abs(value))
             off = abs(exact - sympy.Float(str(value.numerator), 60) / value.denominator)
             if exact.is_finite and off <= sympy.Float(close.numerator, 60) / close.denominator:
                 return True
@@ -247,7 +238,7 @@ def _assigned(relation: Any) -> Any:
     return parts[-1].args[1] if named or not getattr(left, "free_symbols", True) else None
 
 
-def _values(number: Number) -> list[Any]:
+def _values(number: answers.Number) -> list[Any]:
     """Converts the number for sympy; one per cent counts both as 1 and as 0.01."""
     value = sympy.Rational(number.value.numerator, number.value.denominator)
     rounded = {2, 5}.issuperset(sympy.primefactors(value.q)) and value.q > 1
@@ -258,7 +249,7 @@ def _values(number: Number) -> list[Any]:
 def _parts(text: str) -> tuple[str, list[str]]:
     """Splits a list: returns the brackets around a whole list or tuple (`,` for a list without any,
     "" if it is no list), and what is between the commas that stand in no other brackets."""
-    text = spelled(rewrite(text, "characters")).replace("\\{", "⟨").replace("\\}", "⟩")
+    text = answers.spelled(rewrite(text, "characters")).replace("\\{", "⟨").replace("\\}", "⟩")
     parts, depth, closed = [""], 0, len(text)
     outer = text[:1] in ("(", "[", "⟨")
     for i, character in enumerate(text):
@@ -278,7 +269,7 @@ def _split_unit(text: str) -> tuple[str, str]:
     r"""Splits an expression and the unit behind it, as in `10\sqrt3\text{ cm}`."""
     text = rewrite(text, "tidy").replace("$", "").rstrip(" .,;:*`")
     m = pattern("unit in LaTeX").search(text) or pattern("bare unit").search(text)
-    unit = unit_of(plain_text(f"1{m[0]}")[1:]) if m else None
+    unit = answers.unit_of(answers.plain_text(f"1{m[0]}")[1:]) if m else None
     return (text, "") if m is None or unit is None else (text[: m.start()], unit)
 
 
@@ -297,7 +288,7 @@ def _latex(text: str) -> str:
 @lru_cache(maxsize=1024)
 def _expression(latex: str) -> Any:
     """Parses LaTeX into a sympy object, or None. Constants may have the imaginary unit."""
-    if not 0 < len(latex) <= LONGEST_EXPRESSION or pattern("unreadable").search(latex):
+    if not 0 < len(latex) <= answers.LONGEST_EXPRESSION or pattern("unreadable").search(latex):
         return None
     try:
         normal = parser.normalize_latex(latex, _NORMAL)

@@ -50,12 +50,7 @@ _FORMS = {"<circle>": "(%s)", "<square>": " %s", "<compat>": " %s"}
 """`②` is (2); `18㎡` and `18℃` are a number and a unit."""
 _NAMED = {"SEMICOLON": "; ", "COLON": ": ", "COMMA": ", ", "PERCENT SIGN": "%"}
 _NAMED |= {"DECIMAL SEPARATOR": ".", "THOUSANDS SEPARATOR": ",", "WAVE DASH": "~"}
-_NAMED |= {
-    "DOUBLE": '"',
-    "CORNER BRACKET": '"',
-    "LENTICULAR BRACKET": " ",
-    "HYPHEN": "-",
-}
+_NAMED |= {"DOUBLE": '"', "CORNER BRACKET": '"', "LENTICULAR BRACKET": " ", "HYPHEN": "-"}
 """Parts of the names of punctuation -> how it is written in ASCII."""
 
 
@@ -96,10 +91,8 @@ def in_english(text: str) -> str:
             if m["spaced"] and (_is_mark(lower, a - 1) or _is_mark(lower, b)):
                 continue  # a part of a word
             stem = next(word[:n] for n in range(len(word), 0, -1) if word[:n] in meanings)
-            groups, space = (
-                m.groupdict(),
-                "" if text[end : end + 1] in ("²", "³") else " ",
-            )
+            groups = m.groupdict()
+            space = "" if text[end : end + 1] in ("²", "³") else " "
             number = text[slice(*m.span("number"))] if "number" in groups else ""
             parts += [text[at:start], " ", meanings[stem].format(number), space]
             if m.lastgroup == "direct":

@@ -30,13 +30,11 @@ from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import Output
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample, held_out_reward
-from jaxrl.telemetry.timeline import Ticker
+from jaxrl.telemetry.timeline import States, Ticker
 from jaxrl.types import Row
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
-
-States = Callable[[], Sequence[WorkerState]]
 
 ETA_WINDOW = 20
 """Steps whose mean duration predicts the time left."""

@@ -188,8 +188,7 @@ METRICS: dict[str, Metric] = {
     "policy/correction_weight": Metric("1", "mean weight of the off-policy correction"),
     "policy/correction_dropped": Metric("fraction", "tokens that the correction leaves out"),
     "policy/degenerate_groups": Metric(
-        "prompts",
-        "sampled prompts with a reward in which every advantage is 0, penalties left out",
+        "prompts", "sampled prompts with a reward in which every advantage is 0, penalties left out"
     ),
     "policy/refills": Metric("times", "times that more prompts were sampled for the batch"),
     "policy/prompts_replaced": Metric(
@@ -342,10 +341,7 @@ class JsonLines(LineFile):
     """A file of JSON objects, one a line, each with a ``step`` that never falls."""
 
     def __init__(
-        self,
-        path: str | Path,
-        after: int | None = None,
-        notify: Callable[[str], None] = to_stderr,
+        self, path: str | Path, after: int | None = None, notify: Callable[[str], None] = to_stderr
     ) -> None:
         """
         Args:

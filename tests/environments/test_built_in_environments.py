@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxrl.environments import Answer, Environment
-from jaxrl.environments.built_in import Calculator, GuessNumber, TextWorld, value_of
+from jaxrl.environments.built_in import Calculator, GuessNumber, TextWorld, compute_value
 from jaxrl.environments.environment_process import BUILT_IN, PACKAGES, facts_of, find, load_class
 
 
@@ -53,8 +53,10 @@ def test_the_calculator_takes_every_number_as_an_answer(answer: str, turn: str) 
 
 
 def test_the_calculator_has_limits() -> None:
-    assert value_of("1+" * 99 + "1") == "100"
-    assert value_of("1+" * 100 + "1") == value_of("(" * 99 + "1" + ")" * 99 + "+1+1") == "?"
+    assert compute_value("1+" * 99 + "1") == "100"
+    assert (
+        compute_value("1+" * 100 + "1") == compute_value("(" * 99 + "1" + ")" * 99 + "+1+1") == "?"
+    )
 
 
 @pytest.mark.parametrize("prompt", ["one", "two", "three"])

@@ -108,10 +108,7 @@ class Verifiers(Environment):
     """
 
     def __init__(
-        self,
-        taskset: str | JsonObject,
-        env: JsonObject | None = None,
-        index: str = "task_index",
+        self, taskset: str | JsonObject, env: JsonObject | None = None, index: str = "task_index"
     ):
         """
         Args:
