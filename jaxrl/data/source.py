@@ -18,6 +18,8 @@ from pathlib import Path, PurePath, PurePosixPath
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import yaml
+
 from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.data import tables
 from jaxrl.data.example import Example, JsonObject, Part, Split
@@ -436,13 +438,13 @@ def _config(name: HubName, layout: Layout, asked: str) -> str:
 
 def _configs(name: HubName) -> list[JsonObject]:
     """Reads `configs` of the README, [] where there is none that can be read."""
-    from huggingface_hub.repocard import metadata_load
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-    card = hub.snapshot(name, hub.CARD) / hub.README
-    described = None
+    card, described = hub.snapshot(name, hub.CARD) / hub.README, None
     with suppress(Exception):  # YAML raises anything at explicit tags and dates that are none
-        described = metadata_load(card)
-    configs = (described or {}).get("configs")
+        block = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8-sig", errors="replace"))
+        described = yaml.safe_load(block[2]) if block else None
+    configs = described.get("configs") if isinstance(described, dict) else None
     return [one for one in configs if isinstance(one, dict)] if isinstance(configs, list) else []
 
 

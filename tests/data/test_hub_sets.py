@@ -96,6 +96,14 @@ def test_the_files_that_a_pattern_names(case: dict[str, str]) -> None:
     assert [path for path in paths if sources._fits(path, pattern)] == case["fits"].split()
 
 
+def test_a_header_counts_whatever_the_rest_of_the_page_is_written_in(hub: Hub) -> None:
+    header = "---\r\nconfigs: [{config_name: a, data_files: b.jsonl}]\r\n---\r\nt\xfcr".encode(
+        "latin-1"
+    )
+    hub.add("datasets/org/set", {"README.md": header, "b.jsonl": jsonl(math_rows(3)), "x.csv": ""})
+    assert len(open_source("hf:org/set:a", keys=MATH)) == 3
+
+
 def test_many_stars_take_no_time() -> None:
     began = time.monotonic()
     for star in ("*", "**", "**/"):
