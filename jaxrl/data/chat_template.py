@@ -572,7 +572,7 @@ UNSEEN = {
     "other thoughts": "does not render {where}: it is learned without it. Thoughts are read from"
     f" {' or '.join(THOUGHT_FIELDS)}",
     "content": "renders only a part of its `content` ({said!r}): that part is learned",
-    "content beside calls": "does not render its `content` with `tool_calls` ({said!r}): it is"
+    "content with calls": "does not render its `content` with `tool_calls` ({said!r}): it is"
     " learned without it",
     "calls of the prompt": "does not render `tool_calls`: the prompt is without them",
 }
@@ -620,7 +620,7 @@ def _unseen(chat: _Chat, at: int, text: str) -> Iterator[tuple[str, str, str]]:
         if chat._with(at, longer) == chat.text:
             yield "content", "", said
     else:
-        yield "content beside calls" if message.get("tool_calls") else "answer", "", said
+        yield "content with calls" if message.get("tool_calls") else "answer", "", said
 
 
 def _shows(chat: _Chat, at: int, fields: Sequence[str]) -> bool:
