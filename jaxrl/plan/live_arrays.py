@@ -18,6 +18,9 @@ and no constant fitted to a compiler.
 7. A TPU's tiles have 128 columns: it keeps a table of another number transposed, and copies it
    where its rows are read.
 
+8. A CPU writes out what is dear and read twice, writes products alone, has copies of bfloat16
+   operands in float32, and gathers at the start what it gathers of arguments.
+
 `benchmarks/plan_compared.py` compares it with the compilers of GPUs and TPUs.
 """
 
@@ -32,9 +35,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxrl.models.kernels import CPU as CPU_TARGET
 from jaxrl.models.kernels import TPU
 from jaxrl.roles.declared import Program
 
@@ -50,6 +55,9 @@ convert_element_type copy_p rem sin cos tan erf erf_inv clamp nextafter square s
 shift_right_logical shift_right_arithmetic reduce_precision add_any random_wrap mul_add
 random_unwrap random_bits threefry2x32 bitcast_convert_type population_count real imag concatenate
 device_put psum_invariant stack"""
+_DEAR = (
+    """exp exp2 log log1p expm1 tanh logistic sqrt rsqrt cbrt pow div rem sin cos tan erf erf_inv"""
+)
 _CALLS = """eval_jaxpr pjit jit closed_call core_call remat2 checkpoint remat custom_jvp_call
 custom_vjp_call custom_vjp_call_jaxpr"""
 VIEWS = frozenset(_VIEWS.split())
@@ -60,8 +68,11 @@ UPDATES = ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 """Operations that change a part of their first argument."""
 CALLS = frozenset(_CALLS.split())
 """Operations that call a jaxpr, their parameter `jaxpr`, `call_jaxpr` or `fun_jaxpr`."""
+CPU = CPU_TARGET.platform
 LANES = 128
 """Columns of a TPU's tile."""
+DEAR = frozenset(_DEAR.split())
+"""Operations of `FUSED` that are too dear to be computed for each reader."""
 LOOPS = ("scan", "while")
 BARRIER = "optimization_barrier"
 MOVED = FUSED | {BARRIER, "scan"}
@@ -182,8 +193,8 @@ def live_arrays(program: Program) -> Live:
     meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves)
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     devices = np.asarray(getattr(mesh, "devices", ()))
-    tpu = any(device.platform == TPU for device in devices.flat)
-    walk = _Walk({} if mesh is None else dict(mesh.shape), tpu)
+    platform = next((str(device.platform) for device in devices.flat), "")
+    walk = _Walk({} if mesh is None else dict(mesh.shape), platform)
     values = []
     for v, x in zip(jaxpr.invars, leaves, strict=True):
         spec = getattr(getattr(x, "sharding", None), "spec", None)
@@ -210,9 +221,10 @@ def live_arrays(program: Program) -> Live:
     copied = sum(
         walk.local(v, x.dims)
         for v, x in zip(jaxpr.invars, values, strict=True)
-        if tpu and not x.batch and len(x.dims) == 2 and walk.parts(v, x.dims)[1] % LANES
+        if platform == TPU and not x.batch and len(x.dims) == 2 and walk.parts(v, x.dims)[1] % LANES
     )
-    place = _Places(frozenset(over), frozenset(given), said, copied=copied)
+    constants = frozenset(jaxpr.invars if platform == CPU else ())
+    place = _Places(frozenset(over), frozenset(given), said, constants, copied)
     peak, _, arrays = walk.peak(flat, values, place)
     return Live(peak, tuple(sorted(arrays, key=lambda x: -x.bytes)))
 
@@ -253,9 +265,9 @@ class _Places:
 
 
 class _Walk:
-    def __init__(self, sizes: dict[str, int], tpu: bool):
-        """Takes the size of each axis of the mesh, and whether its devices are TPUs."""
-        self.sizes, self.tpu = sizes, tpu
+    def __init__(self, sizes: dict[str, int], platform: str):
+        """Takes the size of each axis of the mesh."""
+        self.sizes, self.platform = sizes, platform
 
     def parts(self, v: Any, dims: Dims) -> list[int]:
         """Returns the shape of a variable on one device."""
@@ -374,9 +386,15 @@ class _Walk:
         results = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
         stored, taken = self._stored(jaxpr, results, places.over)
         steps: list[_Step] = []
+        before: dict[frozenset[Any], int] = {}
         for e in jaxpr.equations:
             xs = [read(v) for v in e.invars]
             extra, outs, within = self.inner(e, xs)
+            gathered = self.gathered(e, xs, outs)
+            # A CPU gathers before a loop what is the same at each turn.
+            once = {x for x in gathered if x <= places.constants and self.platform == CPU}
+            before |= {x: gathered.pop(x) for x in once}
+            extra += sum(gathered.values())
             batch = any(x.batch for x in xs)
             roots = frozenset().union(*(x.roots for x in xs))
             made = [v for v in e.outvars if v in stored and e.name != BARRIER]
@@ -399,14 +417,16 @@ class _Walk:
         free |= self._written_over(steps, last, inputs, places.donated, values, taken)
         sizes = {v: 0 if v in free else self.local(v, x.dims) for v, x in values.items()}
         for e in jaxpr.equations:
-            if e.name == "all_gather" and e.params["all_gather_dimension"] and not self.tpu:
+            if e.name == "all_gather" and e.params["all_gather_dimension"] and self.platform != TPU:
                 sizes[e.outvars[0]] += self.local(e.invars[0], read(e.invars[0]).dims)
-        begun = self._begun(steps, sizes, values, places.constants) if self.tpu else set()
+        begun = (
+            self._begun(steps, sizes, values, places.constants) if self.platform == TPU else set()
+        )
         last |= dict.fromkeys(begun, len(steps))
         ends: dict[int, list[Any]] = {}
         for v, k in last.items():
             ends.setdefault(k, []).append(v)
-        peak = live = sum(sizes[v] for v in begun)
+        peak = live = sum(sizes[v] for v in begun) + sum(before.values())
         where = 0
         for k, step in enumerate(steps):
             live += sum(sizes[v] for v in step.made if v not in begun)
@@ -452,9 +472,8 @@ class _Walk:
                     dims = values[v].dims, values[o].dims
                     values[v].dims = min(dims, key=partial(self.local, v))
 
-    @staticmethod
     def _stored(
-        jaxpr: _Flat, results: set[Any], over: frozenset[Any]
+        self, jaxpr: _Flat, results: set[Any], over: frozenset[Any]
     ) -> tuple[set[Any], dict[Any, Any]]:
         """Returns the variables that are in memory, and for those that take the place of another
         one, that one."""
@@ -487,6 +506,8 @@ class _Walk:
             for v in e.outvars
             if (v in results and e.name != "iota")
             or (e.name not in VIEWS and (e.name not in FUSED or read_whole(v)))
+            # XLA on a CPU fuses what is dear into one reader alone.
+            or (self.platform == CPU and e.name in DEAR and len(readers.get(v, ())) > 1)
         }
         taken: dict[Any, Any] = {}
         for e in jaxpr.equations:
@@ -494,7 +515,7 @@ class _Walk:
                 if v in stored and v not in results and (o := written_as(v)) is not None:
                     taken.setdefault(o, v)
         products = {e.outvars[0] for e in jaxpr.equations if e.name == "dot_general"}
-        products &= {v for o, v in taken.items() if o not in over}
+        products &= {v for o, v in taken.items() if o not in over and self.platform != CPU}
         return stored - products, taken
 
     def _written_over(
@@ -551,25 +572,43 @@ class _Walk:
             body, skipped = _Flat(e.params["body_jaxpr"].jaxpr), e.params["cond_nconsts"]
             carry = frozenset(body.invars[e.params["body_nconsts"] :])
             over = frozenset(v for v in body.outvars if not isinstance(v, core.Literal))
-            peak, outs, arrays = self.peak(body, xs[skipped:], _Places(over, carry))
-            return peak, [o.dims for o in outs], arrays
+            constants = frozenset(body.invars) - carry
+            places = _Places(over, carry, constants=constants)
+            peak, made, arrays = self.peak(body, xs[skipped:], places)
+            return peak, [o.dims for o in made], arrays
         if e.name == "cond":
             branches = [self.peak(_Flat(b.jaxpr), xs[1:]) for b in e.params["branches"]]
-            peak, outs, arrays = max(branches, key=lambda found: found[0])
-            return self._beyond(e, peak, outs), [o.dims for o in outs], arrays
+            peak, made, arrays = max(branches, key=lambda found: found[0])
+            return self._beyond(e, peak, made), [o.dims for o in made], arrays
         if e.name == "shard_map":
             return self._shard_map(e, xs)
+        outs = self.spread(e, xs)
         if e.name == "dot_general":
-            extra = 0
-            if any(x.batch for x in xs):  # weights that are divided are gathered
-                for v, x in zip(e.invars, xs, strict=True):
-                    whole = self.local(v, ())
-                    if not x.batch and whole > self.local(v, x.dims):
-                        extra += whole
-            return extra, self.spread(e, xs), []
+            pairs = zip(e.invars, xs, strict=True)
+            return sum(2 * self.local(v, x.dims) for v, x in pairs if self.widens(v)), outs, []
         if e.name == "reduce_scatter":  # the sum is whole before each device takes its part
-            return self.local(e.invars[0], xs[0].dims), self.spread(e, xs), []
-        return 0, self.spread(e, xs), []
+            return self.local(e.invars[0], xs[0].dims), outs, []
+        return 0, outs, []
+
+    def widens(self, v: Any) -> bool:
+        """Returns whether products and gathers of a variable take a copy in float32."""
+        return bool(self.platform == CPU and v.aval.dtype == jnp.bfloat16)
+
+    def gathered(self, e: _Equation, xs: list[_Value], outs: list[Dims]) -> dict[Any, int]:
+        """Returns the bytes of each operand that the devices gather, with those of the part."""
+        found = {}
+        for v, x in zip(e.invars, xs, strict=True):
+            if e.name == "sharding_constraint":
+                dims = outs[0]
+            elif e.name == "dot_general" and not x.batch and any(y.batch for y in xs):
+                dims = ()
+            else:
+                continue
+            part, whole = self.local(v, x.dims), self.local(v, dims)
+            if whole > part:
+                size = whole if self.platform == TPU else whole + part
+                found[x.roots] = 2 * size if self.widens(v) else size
+        return found
 
     def _beyond(self, e: _Equation, peak: int, outs: list[_Value]) -> int:
         results = zip(e.outvars, outs, strict=True)
@@ -597,7 +636,7 @@ class _Walk:
     def _shard_map(self, e: _Equation, xs: list[_Value]) -> tuple[int, list[Dims], list[Array]]:
         jaxpr = e.params["jaxpr"]
         specs = e.params.get("out_specs", e.params.get("out_names"))
-        inside = _Walk({}, self.tpu)
+        inside = _Walk({}, self.platform)
         given = [
             _Value(((),) * len(_shape(v)), batch=x.batch)
             for v, x in zip(jaxpr.invars, xs, strict=True)
