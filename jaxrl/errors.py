@@ -7,7 +7,6 @@ except ``RunError`` is a bug of jaxrl and keeps its traceback.
 from __future__ import annotations
 
 import difflib
-import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -136,14 +135,3 @@ def user_path(text: str | os.PathLike[str]) -> Path:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{short(name)!r} cannot be a path: {reason}") from None
     return path
-
-
-def move_aside(path: Path, why: str = "damaged") -> Path:
-    """Renames what is there to `NAME.damaged`, or `NAME.damaged-2` and so on; returns the name."""
-    ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    names = (path.with_name(f"{path.name}.{why}{end}") for end in ends)
-    aside = next(name for name in names if not os.path.lexists(name))
-    try:
-        return path.rename(aside)
-    except OSError as error:
-        raise UserError(f"{path} cannot be renamed to {aside.name}: {error.strerror}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -16,6 +15,7 @@ from typing import ClassVar, TypeVar
 from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
 from jaxrl.errors import UserError
+from jaxrl.process import atomic_files
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
 
 FOLDER = "checkpoints"
@@ -24,8 +24,6 @@ ACTOR = "actor"
 MODEL = "model"
 CONFIG = "config.yaml"
 FORMAT = 1
-PARTIAL = ".{}.partial"
-"""Name of a file that `put_file` has not finished, by the name that it will have."""
 _READ = 1 << 24
 _MOST_MANIFEST = 1 << 26
 """Bytes of a manifest that is read; those of the largest models have a megabyte."""
@@ -212,7 +210,7 @@ def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
             continue
         for bad, why in damaged.items():
             aside = bad.with_name(f"{bad.name}.damaged")
-            remove(aside)
+            atomic_files.remove(aside)
             bad.rename(aside)
             notify(f"checkpoint {bad.name} cannot be used: {why}; it is now {aside}")
         return checkpoint
@@ -229,7 +227,7 @@ def sweep(run_dir: Path) -> list[Path]:
     them are left alone."""
     left = [path for path in _unfinished(run_dir) if not look(_foreign, path)]
     for path in left:
-        remove(path)
+        atomic_files.remove(path)
     return left
 
 
@@ -263,19 +261,11 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def remove(folder: Path) -> None:
-    """Removes a folder; of a link the link alone, not what it leads to."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def discard(folder: Path) -> None:
     """Removes a folder if all of it is what a save writes."""
     with suppress(OSError):
         if not _foreign(folder):
-            remove(folder)
+            atomic_files.remove(folder)
 
 
 def commit(
@@ -292,7 +282,7 @@ def commit(
     _refuse_foreign(path)
     files = sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
-        settle(file)
+        atomic_files.settle(file)
     listed = {str(f.relative_to(path)): (f.stat().st_size, _checksum(f)) for f in files}
     whole = replace(manifest, files=listed)
     with nullcontext() if last is None else last:
@@ -309,29 +299,7 @@ def judge(path: Path, accuracy: float | None) -> None:
 def _write(path: Path, manifest: Manifest) -> None:
     raw = json.loads(json.dumps(asdict(manifest)))
     text = json.dumps(raw | {"checksum": _checksum_of(raw)}, indent=1)
-    put_file(path / MANIFEST, lambda file: file.write_text(text, encoding="utf-8"))
-
-
-def put_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file: all of it, on the disk when this returns, or what was there before."""
-    begun = path.with_name(PARTIAL.format(path.name))
-    try:
-        begun.unlink(missing_ok=True)  # a link would be written through
-        write(begun)
-        settle(begun)
-        begun.replace(path)
-        settle(path.parent)
-    finally:
-        begun.unlink(missing_ok=True)
-
-
-def settle(path: Path) -> None:
-    """Waits until a file, or the names in a folder, would outlive a power failure."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+    atomic_files.put_file(path / MANIFEST, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
@@ -351,7 +319,7 @@ def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
         if checkpoint not in best[:keep_best]:
             if not checkpoint.path.is_symlink():
                 (checkpoint.path / MANIFEST).unlink()  # first: half removed, it is a leftover
-            remove(checkpoint.path)
+            atomic_files.remove(checkpoint.path)
 
 
 def _unread(file: Path, error: OSError) -> UserError:

@@ -31,6 +31,7 @@ from jaxrl.environments.environment_process import (
     find,
 )
 from jaxrl.errors import RunError, UserError
+from jaxrl.process import atomic_files
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.user_code import Failure
 from jaxrl.process.waiting import waiting
@@ -417,7 +418,7 @@ class Journal:
         kept = [record for record in self._records() if "failure" not in record]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         with suppress(OSError):
-            store.put_file(self.path, lambda file: file.write_text(text))
+            atomic_files.put_file(self.path, lambda file: file.write_text(text))
 
     def _write(self, lines: str) -> None:
         self.path.parent.mkdir(exist_ok=True)

@@ -3,36 +3,33 @@ stream; also torch's `.bin` files, which are read only."""
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import json
 import math
 import os
 import pickle
 import re
-import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import IO, Any
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxrl.errors import UserError, move_aside, short
+from jaxrl.errors import UserError, short
 from jaxrl.formats import weights
 from jaxrl.formats.opened import note_read
 from jaxrl.models.bert import of_file, read_json
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.parameters import Params
+from jaxrl.process import atomic_files
 from jaxrl.process.json_types import JsonObject
-from jaxrl.process.streams import to_stderr
 from jaxrl.sharding.mesh import is_primary
 
 STORED: dict[str, np.dtype] = {
@@ -474,168 +471,34 @@ def write_safetensors(
         os.fsync(stream.fileno())
 
 
-@contextmanager
-def replaced_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a folder to write a model into, which is renamed to `path` once the block ends.
-
-    Of a folder that stands there only the files of a model go (`_is_model_file`): others are kept
-    in the new one. Nothing is written or removed behind a link, unless it leads to an empty folder
-    or to none: it is renamed to `NAME.before`, and so is a file. What a killed process left is
-    removed, or put back where the killed one had removed the model.
-
-    Raises:
-        UserError: `path` cannot be replaced (`check_replaceable`).
-    """
-    check_replaceable(path)
-    final = _behind_link(Path(os.path.abspath(path)))
-    final.parent.mkdir(parents=True, exist_ok=True)
-    sweep(final)
-    number = os.getpid()  # another host, or a killed process without locks, may have had it too
-    while any(map(os.path.lexists, names := _begun_names(final, number))):
-        number += 1
-    partial, old = names
-    partial.mkdir()
-    lock, _ = lock_folder(partial)
-    try:
-        yield partial
-        if final.is_dir() and not final.is_symlink():
-            os.rename(final, old)
-        elif os.path.lexists(final):
-            to_stderr(f"{final} was not a separate folder: it is now {move_aside(final, 'before')}")
-        os.rename(partial, final)
-        _merge(old, final)
-    finally:
-        os.close(lock)
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _begun_names(final: Path, number: int) -> tuple[Path, Path]:
-    return (
-        final.with_name(f".{final.name}.partial-{number}"),
-        final.with_name(f".{final.name}.old-{number}"),
-    )
-
-
-def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raises UserError where no folder can be put in the place of `path`: a disk is mounted there,
-    or it is a device or a pipe. A run asks before it trains."""
-    final = _behind_link(Path(os.path.abspath(path)))
-    if not final.is_symlink() and final.exists() and not (final.is_file() or final.is_dir()):
-        raise UserError(f"{path} is neither a folder nor a file: name a folder to write")
-    if os.path.ismount(final):
-        raise UserError(
-            f"{path} is where a disk is mounted, and a model folder is put in place by its name:"
-            " name a folder on that disk"
-        )
-
-
-def lock_file(file: int | IO[str]) -> str | None:
-    """Takes the lock of an open file or folder.
-
-    Returns:
-        None, or why its file system has none (Lustre without `-o flock`, some of FUSE).
-
-    Raises:
-        BlockingIOError: another process has it.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except PermissionError as error:  # the same, on some network file systems
-        raise BlockingIOError(error.errno, error.strerror) from error
-    except OSError as error:
-        return error.strerror
-    return None
-
-
-def lock_folder(folder: Path) -> tuple[int, str | None]:
-    """Takes the lock of a folder, which ends with the process: what a killed one left is told from
-    what a living one uses. Returns its descriptor, and what `lock_file` does. Raises OSError where
-    a process has it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        return descriptor, lock_file(descriptor)
-    except OSError:
-        os.close(descriptor)
-        raise
-
-
-def sweep(final: Path) -> None:
-    """Removes what killed processes left of a model that they were writing to `final`."""
-    for left in final.parent.glob(f".{glob.escape(final.name)}.*-*"):
-        kind = re.fullmatch(r"(partial|old)-\d+", left.name[len(final.name) + 2 :])
-        if kind is None:
-            continue
-        with suppress(OSError):  # of a process that lives
-            lock, unlocked = lock_folder(left)
-            try:
-                if unlocked is not None:  # it may be of a process that lives
-                    continue
-                if kind[1] == "partial":
-                    shutil.rmtree(left)
-                elif os.path.lexists(final):
-                    _merge(left, final)
-                else:
-                    os.rename(left, final)
-            finally:
-                os.close(lock)
+def replaced_folder(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
+    """Yields a folder to write a model into, which then replaces the model at `path`
+    (`atomic_files.replaced_folder`)."""
+    return atomic_files.replaced_folder(path, is_model_file)
 
 
 def model_files(folder: Path) -> list[Path]:
     """Lists the files that `remove_model` would remove."""
     if not folder.is_dir() or folder.is_symlink():
         return []
-    return [file for file in folder.iterdir() if _is_model_file(file.name)]
+    return [file for file in folder.iterdir() if is_model_file(file.name)]
 
 
 def remove_model(folder: Path) -> None:
     """Removes the files of a model, and the folder where nothing else is in it. A link stays, and
     so does what it leads to."""
     for file in model_files(folder):
-        _remove(file)
+        atomic_files.remove(file)
     if not folder.is_symlink():
         with suppress(OSError):
             folder.rmdir()
 
 
-def _behind_link(path: Path) -> Path:
-    """Returns where the model goes: a link to an empty folder, or to a name in one, says where."""
-    if not path.is_symlink():
-        return path
-    with suppress(OSError, RuntimeError):  # a link to itself
-        target = path.resolve()
-        if target.is_dir() and not any(target.iterdir()):
-            return target
-        if not os.path.lexists(target) and target.parent.is_dir():
-            return target
-    return path
-
-
-def _merge(old: Path, new: Path) -> None:
-    """Moves the files of an old folder that are no model's into the new one; removes the others."""
-    if not old.is_dir():
-        return
-    for file in list(old.iterdir()):
-        if _is_model_file(file.name) or os.path.lexists(new / file.name):
-            _remove(file)
-        else:
-            os.rename(file, new / file.name)
-    old.rmdir()
-
-
-def _is_model_file(name: str) -> bool:
+def is_model_file(name: str) -> bool:
     """Returns whether jaxrl writes files of that name into a model's folder."""
     named = (*TOKENIZER_FILES, "config.json", "generation_config.json", "additional_chat_templates")
     weights_of = r"(model(-\d+-of-\d+)?|adapter_model)\.safetensors(\.index\.json)?"
     return name in (*named, "adapter_config.json") or bool(re.fullmatch(weights_of, name))
-
-
-def _remove(place: Path) -> None:
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place, ignore_errors=True)
-    else:
-        place.unlink(missing_ok=True)
 
 
 def write_json(file: Path, value: JsonObject) -> None:

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.checkpoint.store import put_file
 from jaxrl.config import cli
 from jaxrl.errors import UserError, user_path
+from jaxrl.process import atomic_files
 
 REPORT_FILE = "report.html"
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
         if place.exists() and not place.is_file():  # such as a pipe
             place.write_bytes(made)
         else:
-            put_file(place, lambda file: file.write_bytes(made))
+            atomic_files.put_file(place, lambda file: file.write_bytes(made))
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
     print(output)

@@ -26,7 +26,6 @@ from jaxrl.algorithms.protocols import (
     TeacherRole,
     protocols,
 )
-from jaxrl.checkpoint import store
 from jaxrl.checkpoint.fingerprint import BASE_WEIGHTS
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.schema import Config
@@ -38,6 +37,7 @@ from jaxrl.models.kernels import Use, target_of, try_kernels
 from jaxrl.models.lora import frozen_and_trained
 from jaxrl.models.parameters import Layout, Params, param_shardings
 from jaxrl.plan.table import Plan
+from jaxrl.process import atomic_files
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.json_types import parse_json, read_file
@@ -335,7 +335,7 @@ def make_role(role: str, setup: Setup, meshes: Mapping[str, Mesh]) -> object:
         )
         with suppress(OSError):  # a full disk: a worker that is started again is not compared
             file.parent.mkdir(parents=True, exist_ok=True)
-            store.put_file(file, lambda path: path.write_text(text, encoding="utf-8"))
+            atomic_files.put_file(file, lambda path: path.write_text(text, encoding="utf-8"))
     return made
 
 

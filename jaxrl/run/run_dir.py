@@ -24,9 +24,10 @@ from jaxrl.checkpoint.writer import versions
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.data.chat_template import today
-from jaxrl.errors import RunError, UserError, move_aside
+from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
 from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE
+from jaxrl.process import atomic_files
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
 from jaxrl.telemetry.lines import is_in_place, time_stamp
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, read_metrics
@@ -64,7 +65,9 @@ class RunDir:
         """Writes a file in the folder: all of it is there then, or what was there before. Raises
         UserError."""
         try:
-            store.put_file(self.path / name, lambda file: file.write_text(text, encoding="utf-8"))
+            atomic_files.put_file(
+                self.path / name, lambda file: file.write_text(text, encoding="utf-8")
+            )
         except OSError as error:
             raise UserError(f"cannot write {self.path / name}: {error.strerror}") from error
 
@@ -80,7 +83,8 @@ class RunDir:
             files = [self.path / name for name in ROWS]
         found = [file for file in files if _has_lines(file)]
         return [
-            f"{file} was there before: it is now {move_aside(file, 'before')}" for file in found
+            f"{file} was there before: it is now {atomic_files.move_aside(file, 'before')}"
+            for file in found
         ]
 
     def sessions_with(self, mesh: str) -> str:
@@ -101,13 +105,13 @@ class RunDir:
         """Removes the model that the run exported after fewer steps, before it trains on; one that
         no checkpoint has is kept under another name."""
         final = self.path / FINAL
-        hf.sweep(final)
+        atomic_files.sweep(final, hf.is_model_file)
         exported = self._exported
         if not self._has_final or (exported is not None and exported <= self.step):
             hf.remove_model(final)
             return
         of = "an unknown step" if exported is None else f"step {exported}"
-        aside = move_aside(final, "before")
+        aside = atomic_files.move_aside(final, "before")
         notify(
             f"{final} held the model of {of}, and the run goes on from step {self.step}: that model"
             f" is now {aside}"
@@ -217,7 +221,7 @@ def check_run_dir(config: Config) -> Path:
     there = next((place for place in (path, *path.parents) if os.path.lexists(place)), Path())
     if not there.is_dir():
         raise UserError(f"run_dir={path} cannot be made: {there} is no folder")
-    hf.check_replaceable(path / FINAL)
+    atomic_files.check_replaceable(path / FINAL)
     held = _holds_run(path)
     if config.resume == "must" and not held:
         raise UserError(f"run_dir={path} holds no run to resume, and resume=must")
@@ -267,7 +271,7 @@ class Lock:
             why = error.strerror or error
             raise UserError(f"run_dir={run_dir} cannot be written to: {why}") from error
         try:
-            self.unlocked = hf.lock_file(self._file)
+            self.unlocked = atomic_files.lock_file(self._file)
         except BlockingIOError as error:
             with self._file:
                 self._file.seek(0)

@@ -25,7 +25,6 @@ from jax.sharding import Mesh
 from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.checkpoint.fingerprint import digest_model
 from jaxrl.checkpoint.model_source import ModelSource, longest_sequence, resolve_model
-from jaxrl.checkpoint.store import PARTIAL
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import data_rollout
@@ -33,6 +32,7 @@ from jaxrl.errors import RunError, UserError, user_path
 from jaxrl.losses.chunked import VocabShard
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU, default_dtype, target_of, try_kernels
+from jaxrl.process import atomic_files
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.streams import Output
 from jaxrl.roles.run_shapes import RunInputs
@@ -348,7 +348,7 @@ def open_folder(folder: Path, manifest: ScoreManifest, model: DecoderConfig) -> 
         raise UserError(f"--out {folder} is a file: name a folder")
     # By a command that was killed before it wrote the manifest.
     files = HEAD, CHECKSUMS
-    left = LOCK, TEACHER, *files, *map(PARTIAL.format, (*files, MANIFEST))
+    left = LOCK, TEACHER, *files, *map(atomic_files.PARTIAL.format, (*files, MANIFEST))
     other = [path.name for path in folder.glob("*") if path.name not in left]
     if other:
         raise UserError(

@@ -37,12 +37,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from jaxrl.algorithms.protocols import SamplingTeacherRole
-from jaxrl.checkpoint.store import PARTIAL, put_file
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
+from jaxrl.process import atomic_files
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import part_rows
 from jaxrl.runtime.worker import phase
@@ -216,7 +216,7 @@ def write_manifest(
     if head is not None:
         write_tensors(folder / HEAD, {"head": head})
     text = manifest.model_dump_json(indent=1)
-    put_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+    atomic_files.put_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
@@ -248,12 +248,12 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         sums = {name: checksum(x) for name, x in tensors.items()}
         _write_checksums(path.parent, {path.name: sums})
 
-    put_file(path, write)
+    atomic_files.put_file(path, write)
 
 
 def _write_checksums(folder: Path, more: dict[str, dict[str, int]]) -> None:
     text = json.dumps(read_checksums(folder) | more, indent=0)
-    put_file(folder / CHECKSUMS, lambda file: file.write_text(text, encoding="utf-8"))
+    atomic_files.put_file(folder / CHECKSUMS, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def _note_checksums(folder: Path, files: Iterable[Path]) -> None:
@@ -373,7 +373,7 @@ class ScoreWriter:
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES):
         for name in (SHARDS, HEAD, MANIFEST, CHECKSUMS):
-            for left in folder.glob(PARTIAL.format(name)):
+            for left in folder.glob(atomic_files.PARTIAL.format(name)):
                 with suppress(IsADirectoryError):
                     left.unlink(missing_ok=True)
         there = shard_files(folder)

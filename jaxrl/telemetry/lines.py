@@ -4,6 +4,7 @@ everything that a run said, each message with its time."""
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import threading
 from collections import deque
@@ -14,12 +15,11 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any, Self
 
-from jaxrl.errors import UserError, move_aside
+from jaxrl.errors import UserError
+from jaxrl.process import atomic_files
 from jaxrl.process.streams import to_stderr
 
 LOG_FILE = "log.txt"
-COPIED = 1 << 20
-"""Bytes of a file that are in memory at once while it is copied."""
 HELD = 10_000
 """Lines kept for a disk that takes none; beyond them the oldest are lost."""
 
@@ -58,7 +58,9 @@ class LineFile:
         self.size = 0
         """Bytes of the lines that the disk has."""
         if _is_no_file(self._path):
-            notify(f"{path} is not a file of a run; it is now {move_aside(self._path)}")
+            notify(
+                f"{path} is not a file of a run; it is now {atomic_files.move_aside(self._path)}"
+            )
         try:
             if keep is not None:
                 with suppress(FileNotFoundError), open(path, "rb") as file:
@@ -97,8 +99,26 @@ class LineFile:
         Args:
             keep: of a line in the older half, whether it stays; once, where it is repeated.
         """
-        with self._locked():
-            self._rewrite(lambda new: self._copy_newer_half(new, keep))
+        size = 0
+
+        def write(place: Path) -> None:
+            nonlocal size
+            kept: dict[bytes, None] = {}
+            with open(self._path, "rb") as old, open(place, "wb") as new:
+                while old.tell() < self.size // 2 and (line := old.readline()):
+                    kept |= {line: None} if keep(line) else {}
+                new.writelines(kept)
+                size = new.tell() + self.size - old.tell()
+                shutil.copyfileobj(old, new)
+                new.truncate(size)
+                new.seek(size)
+                new.write(self._tail)
+
+        with self._locked(), suppress(OSError):
+            atomic_files.put_file(self._path, write)
+            new = open(self._path, "r+b", buffering=0)  # noqa: SIM115
+            self._file.close()
+            self._file, self.size, self._torn = new, size, False
 
     def close(self) -> None:
         """Makes a last attempt at what was refused; reports what was never written."""
@@ -154,38 +174,6 @@ class LineFile:
         self.size += len(data)
         self._held.clear()
 
-    def _rewrite(self, write: Callable[[FileIO], int]) -> bool:
-        """Puts a new file in the place of this one; returns False where the disk refuses it.
-
-        Args:
-            write: fills the new file; returns the bytes of its lines.
-        """
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        try:
-            new = open(partial, "w+b", buffering=0)  # noqa: SIM115
-        except OSError:
-            return False
-        try:
-            size = write(new)
-            partial.replace(self._path)
-        except OSError:
-            new.close()
-            partial.unlink(missing_ok=True)
-            return False
-        self._file.close()
-        self._file, self.size, self._torn = new, size, False
-        return True
-
-    def _copy_newer_half(self, new: FileIO, keep: Callable[[bytes], bool]) -> int:
-        kept: dict[bytes, None] = {}
-        with open(self._path, "rb") as old:
-            while old.tell() < self.size // 2 and (line := old.readline()):
-                kept |= {line: None} if keep(line) else {}
-            _write_all(new, b"".join(kept))
-            size = sum(map(len, kept)) + _copy(old, new, old.tell(), self.size)
-        _write_all(new, self._tail)
-        return size
-
 
 def is_in_place(path: Path, file: IO[Any]) -> bool:
     """Returns whether an open file has this path; True where the disk does not answer, which the
@@ -232,22 +220,6 @@ def _is_no_file(path: Path) -> bool:
         return False
     except OSError:  # a link to itself
         return True
-
-
-def _copy(old: IO[bytes], new: FileIO, start: int, end: int) -> int:
-    """Writes these bytes of a file to a new one; returns how many: fewer where the old one cannot
-    be read any more, as on some network file systems."""
-    at = start
-    while at < end:
-        try:
-            part = os.pread(old.fileno(), min(COPIED, end - at), at)
-        except OSError:
-            part = b""
-        if not part:
-            break
-        _write_all(new, part)
-        at += len(part)
-    return at - start
 
 
 def _write_all(file: FileIO, data: bytes) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
 from jaxrl.config import cli
-from jaxrl.errors import UserError, move_aside, near, user_path
+from jaxrl.errors import UserError, near, user_path
+from jaxrl.process import atomic_files
 from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.process.streams import to_stderr
 from jaxrl.telemetry.lines import LineFile
@@ -368,7 +369,7 @@ class JsonLines(LineFile):
             except UserError as error:
                 killed = line.startswith(b"{") and not line.endswith(b"\n")  # while it was written
                 if last < self._step and not killed:
-                    aside = move_aside(self._path)
+                    aside = atomic_files.move_aside(self._path)
                     shutil.copyfile(aside, self._path)
                     self._notify(
                         f"{error}; that file is now {aside}, and {self._path.name} has the"

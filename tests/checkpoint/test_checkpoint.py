@@ -33,6 +33,7 @@ from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import param_shardings
+from jaxrl.process import atomic_files
 from jaxrl.roles.actor import Actor
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
@@ -533,8 +534,8 @@ def test_a_writer_that_was_abandoned_touches_and_tells_nothing(
             wait()
         return problem if late == "result" else None
 
-    settle = store.settle
-    monkeypatch.setattr(store, "settle", wait if late == "commit" else settle)
+    settle = atomic_files.settle
+    monkeypatch.setattr(atomic_files, "settle", wait if late == "commit" else settle)
     config = Config.load(None, ["steps=9", "checkpoint.keep_last=1"])
     describe = wait if late == "describe" else lambda folder: None
     writer = CheckpointWriter(tmp_path, config, "f", describe, lines.append, check=checked)
@@ -547,7 +548,7 @@ def test_a_writer_that_was_abandoned_touches_and_tells_nothing(
         threading.Timer(0.1, go_on.set).start()
         monkeypatch.setattr(writer, "_check", lambda: None)
     writer.abandon()
-    monkeypatch.setattr(store, "settle", settle)
+    monkeypatch.setattr(atomic_files, "settle", settle)
     shutil.rmtree(folder)
     make(tmp_path, 3)
     theirs = make(tmp_path, 6)

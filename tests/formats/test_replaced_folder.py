@@ -18,6 +18,7 @@ import pytest
 from jaxrl.checkpoint import store
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
+from jaxrl.process import atomic_files
 
 OLD = {"config.json": "old", "model-00001-of-00002.safetensors": "old", hf.INDEX: "old"}
 FOREIGN = {"notes.txt": "mine", "model.safetensors.bak": "mine", "runs/x.log": "mine"}
@@ -127,7 +128,7 @@ def test_a_device_or_a_pipe_is_refused(run: Path) -> None:
     os.mkfifo(run / "final")
     for path in (run / "final", Path("/dev/tty")):
         with pytest.raises(UserError, match="neither a folder nor a file"):
-            hf.check_replaceable(path)
+            atomic_files.check_replaceable(path)
     with pytest.raises(UserError, match="neither a folder nor a file"):
         write(run / "final")
     assert sorted(os.listdir(run)) == ["final", "lock"]
@@ -150,20 +151,20 @@ def test_what_killed_exports_left_is_removed(run: Path) -> None:
     fill(run / ".finally.partial-3", FOREIGN)
     with hf.replaced_folder(run / "final") as partial:
         fill(partial, NEW)
-        hf.sweep(run / "final")
+        atomic_files.sweep(run / "final", hf.is_model_file)
         assert contents(partial) == NEW
     left = {"final", "lock", ".final.partial-mine", ".finally.partial-3"}
     assert set(os.listdir(run)) == left
-    hf.sweep(run / "final")
+    atomic_files.sweep(run / "final", hf.is_model_file)
     assert set(os.listdir(run)) == left
 
 
 def test_a_model_that_a_killed_export_had_moved_away_is_put_back(run: Path) -> None:
     fill(run / ".final.old-3", OLD, FOREIGN)
-    hf.sweep(run / "final")
+    atomic_files.sweep(run / "final", hf.is_model_file)
     assert contents(run / "final") == OLD | FOREIGN
     fill(run / ".final.old-3", OLD, {"other.txt": "mine"})
-    hf.sweep(run / "final")
+    atomic_files.sweep(run / "final", hf.is_model_file)
     assert contents(run / "final") == OLD | FOREIGN | {"other.txt": "mine"}
     assert sorted(os.listdir(run)) == ["final", "lock"]
 
@@ -220,8 +221,8 @@ def test_no_checkpoint_behind_a_link_is_removed(run: Path, tmp_path: Path) -> No
     (steps / "8.damaged").symlink_to(place)
     before = contents(tmp_path)
     store.sweep(run)
-    store.remove(steps / "8")
-    store.remove(steps / "8.damaged")
+    atomic_files.remove(steps / "8")
+    atomic_files.remove(steps / "8.damaged")
     assert not list(steps.iterdir())
     assert {k: v for k, v in before.items() if not k.startswith("run/ch")} == contents(tmp_path)
 

@@ -17,10 +17,10 @@ from cases import and_slow
 from made_run import make_run
 from runs import CONSTANT, QUICK, SHORT, save_model
 
-from jaxrl.checkpoint.store import put_file
 from jaxrl.config import cli
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.process import atomic_files
 from jaxrl.profile.traces import StageTable
 from jaxrl.report import __main__ as report
 from jaxrl.run.run_dir import Lock, RunDir, meshes, sessions
@@ -294,7 +294,7 @@ def test_what_links_lead_to_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written to"):
         Lock(run)
     RunDir(run, None, ()).write("plan.json", "{}")
-    put_file(run / "report.html", lambda file: file.write_bytes(b"page"))
+    atomic_files.put_file(run / "report.html", lambda file: file.write_bytes(b"page"))
     assert precious.read_text() == "mine"
     assert sorted(os.listdir(run)) == ["lock", "plan.json", "report.html"]
 

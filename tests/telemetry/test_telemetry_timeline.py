@@ -249,7 +249,7 @@ def test_a_disk_that_refuses_leaves_the_long_timeline_as_it_is(
 
     path = tmp_path / "t.json"
     with Timeline(path, most_bytes=1000) as timeline:
-        monkeypatch.setattr("jaxrl.telemetry.lines._copy", refuse)
+        monkeypatch.setattr("jaxrl.telemetry.lines.shutil.copyfileobj", refuse)
         for step in range(30):
             timeline.span("actor", "update", step, step + 1.0, step=step)
             timeline.flush()
