@@ -195,8 +195,8 @@ def sent_bytes(m: Setting, role: str) -> SentBytes:
         tokens = m.rows(role, m.sequences) * (m.prompts(role) + m.new_tokens) // axes.context
         others = sum(sum(exchanged(m, role, model, tokens)) for model in models)
         return SentBytes(gathered, others=others * m.scored_share(role))
-    reduced, adapters = m.config.actor.reduce_dtype or dtype, m.student.lora is not None
-    grads = passes.calls * _gathered(m.student, axes, reduced, trained=adapters)
+    adapters = m.student.lora is not None
+    grads = passes.calls * _gathered(m.student, axes, m.gradient_dtype, trained=adapters)
     summed, moved = exchanged(m, role, m.student, passes.rows * m.width // axes.context)
     return SentBytes(
         gathered * passes.layers,

@@ -54,8 +54,10 @@ def largest_batch(config: Config, inputs: PlanInputs) -> str | None:
     now = Candidate(config, inputs)
     if not (inputs.hosts or any(inputs.limits)) or not now.fits:
         return None
-    if not inputs.on_cpu:  # the plan would choose so many for a larger batch too
-        now = now.change("rollout.slots", config.slots)
+    if not inputs.on_cpu:  # the plan would choose the same for a larger batch too
+        for remedy in [x for role in inputs.roles for x in now.remedies(role) if x.choices]:
+            if get_key(config, remedy.key) is None:
+                now = now.change(remedy.key, remedy.null)
     found = []
     for key, limit in now.setting.batch_limits(MOST).items():
         largest = value = get_key(config, key)  # doubled, then by bisection exact up to 5%

@@ -15,7 +15,7 @@ from itertools import combinations
 from math import comb
 from typing import Any
 
-from jaxrl.algorithms.schedule import SCHEDULES, Schedule
+from jaxrl.algorithms.schedule import Schedule
 from jaxrl.config.schema import Config
 from jaxrl.config.section import shown
 from jaxrl.errors import UserError
@@ -114,7 +114,7 @@ class Candidate:
         """Returns the seconds of a step once the pipeline is full."""
         placement = self.inputs.placement
         names = {role: placement.pool_of(role).name for role in placement.roles}
-        return predict(self.stages, names, SCHEDULES[self.config.schedule])
+        return predict(self.stages, names, self.setting.staleness)
 
     def remedies(self, role: str) -> Iterator[Remedy]:
         """Yields what the role declares, without the present values."""

@@ -721,6 +721,7 @@ def actor_remedies(run: RunShapes) -> Iterator[Remedy]:
         "distill.chunk_tokens",
         smaller=[SMALL_CHUNK] if c.distill.loss_chunk > SMALL_CHUNK else (),
         choices=chunks if run.inputs.target.platform in GPU else (),
+        null=c.distill.loss_chunk,
         note="the losses read the LM head once for so many tokens",
     )
     yield Remedy("distill.lean", smaller=[True])

@@ -134,6 +134,8 @@ class Remedy:
     choices: Sequence[Any] = ()
     """Where the key is null: what the plan sets it to, which is the first that fits; None leaves it
     null."""
+    null: Any = None
+    """The value that null stands for."""
     note: str = ""
     """Why, with the `{pool}` and the `{size}` in GB that it takes with the first of the choices."""
 

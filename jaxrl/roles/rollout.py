@@ -435,6 +435,7 @@ def rollout_remedies(run: RunShapes) -> Iterator[Remedy]:
         [slots // n for n in (2, 4, 8, 16) if slots >= n],
         timed=True,
         choices=(None, *fractions(slots)),
+        null=slots,
         note=f"with all {slots} sequences of a batch at once {{pool}} would take {{size:.1f}} GB;"
         " a slot whose sequence has ended takes the next one",
     )

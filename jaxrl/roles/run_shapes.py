@@ -239,6 +239,7 @@ class RunShapes:
         self.config, self.inputs, self.axes = config, inputs, inputs.axes(config)
         self.student, self.teacher = inputs.student, inputs.teacher
         self.prompt_rows, self.sequences = config.batch_size, config.batch_rows  # B
+        self.staleness = SCHEDULES[config.schedule]  # batches generated ahead
         self.prompt_tokens, self.new_tokens = inputs.widths(config)
         self.width = self.prompt_tokens + self.new_tokens
         self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))
@@ -303,7 +304,7 @@ class RunShapes:
     def in_flight(self) -> int:
         """Returns the bytes of a batch's signal that stay on a device of the teacher while
         something else runs there."""
-        waits = SCHEDULES[self.config.schedule] > 0 or self.inputs.together("actor", "teacher")
+        waits = self.staleness > 0 or self.inputs.together("actor", "teacher")
         if not waits or self.on_actors_mesh("teacher"):
             return 0
         return self.rows("teacher", self.sequences) * self.new_tokens * self.signal_bytes
@@ -351,6 +352,11 @@ class RunShapes:
             return Passes(calls, rows, layers, heads, RECOMPUTED[remat], actor.epochs_per_batch)
         parts = getattr(self.config.roles[role], "num_microbatches", 1)
         return Passes(parts, -(-self.rows(role, self.sequences) // parts))
+
+    @property
+    def gradient_dtype(self) -> str:
+        """Returns the dtype in which the actor's gradients are summed over devices."""
+        return self.config.actor.reduce_dtype or self.config.actor.compute_dtype
 
     def scored_share(self, role: str) -> float:
         """Returns the share of a batch's rows that each model of a role scores."""
