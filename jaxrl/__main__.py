@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int | None:
 
 def script() -> NoReturn:
     """Runs the command `jaxrl`."""
-    cli.leave(cli.run(main))
+    cli.exit_process(cli.run(main))
 
 
 if __name__ == "__main__":

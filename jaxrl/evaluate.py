@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxrl.run.evaluation import PathLike
     from jaxrl.run.python_objects import GivenEnvironment, GivenModel
 
-_KEYS = [key.path for key in config_keys.keys(Config) if config_keys.evaluated(key.path)]
+_KEYS = [key.path for key in config_keys.keys(Config) if config_keys.read_by_evaluations(key.path)]
 DESCRIPTION = __doc__ or ""
 """Of the command; the module's own docstring becomes the function's."""
 
@@ -66,7 +66,7 @@ def evaluate(
         UserError: bad input; nothing has been sampled then.
     """
     from jaxrl.checkpoint.model_source import Model, resolve_model
-    from jaxrl.run.evaluation import prepare
+    from jaxrl.run.evaluation import prepare_evaluation
     from jaxrl.run.generation import write_lines
     from jaxrl.run.python_objects import named
 
@@ -78,7 +78,7 @@ def evaluate(
         source = resolve_model(name)
         if isinstance(model, Model):  # which has the config of the run that it came from
             source = replace(source, name=model.source.name, path=model.source.path)
-        job = prepare(source, config, overrides, mesh, eval_data, environment)
+        job = prepare_evaluation(source, config, overrides, mesh, eval_data, environment)
         if tell is not None:
             for note in job.notes:
                 tell(note)
@@ -131,10 +131,10 @@ def main(argv: Sequence[str]) -> None:
     from rich.console import Console
 
     from jaxrl.process.streams import WIDTH
-    from jaxrl.run.evaluation import table
+    from jaxrl.run.evaluation import results_table
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    console.print(table(result))
+    console.print(results_table(result))
     for path in filter(None, (arguments.samples, arguments.out)):
         print(f"wrote {user_path(path)}")
 
@@ -142,4 +142,4 @@ def main(argv: Sequence[str]) -> None:
 cli.make_callable(__name__, evaluate)
 
 if __name__ == "__main__":
-    cli.leave(cli.run(main))
+    cli.exit_process(cli.run(main))

@@ -190,4 +190,4 @@ def _check_destination(destination: Path, force: bool) -> None:
 cli.make_callable(__name__, export)
 
 if __name__ == "__main__":
-    cli.leave(cli.run(main))
+    cli.exit_process(cli.run(main))

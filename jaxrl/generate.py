@@ -72,7 +72,7 @@ def generate(
     from jaxrl.checkpoint.model_source import Model, load_model
     from jaxrl.config.settings import check_arguments
     from jaxrl.data.tokenizer import end_ids
-    from jaxrl.run.generation import as_asked, sample
+    from jaxrl.run.generation import as_asked, sample_prompts
     from jaxrl.run.python_objects import named
     from jaxrl.sampling.sampler import SamplingParams
     from jaxrl.types import TemplateInputs
@@ -103,7 +103,7 @@ def generate(
     )
     inputs = TemplateInputs(tuple(tools), check_arguments(chat_template_arguments or {}))
     asked, each = as_asked(model, prompts, chat, inputs)
-    groups = sample(model, asked, each, n=n, sampling=sampling, seed=seed)[0]
+    groups = sample_prompts(model, asked, each, n=n, sampling=sampling, seed=seed)[0]
     return [[replace(one, tokens=tuple(one.tokens)) for one in group] for group in groups]
 
 
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> None:
         as_asked,
         load_for_sampling,
         read_prompts,
-        sample,
+        sample_prompts,
         write_lines,
     )
     from jaxrl.sampling.sampler import SamplingParams
@@ -133,7 +133,7 @@ def main(argv: Sequence[str]) -> None:
     shared = TemplateInputs(arguments=arguments.chat_template_arguments or {})
     prompts, inputs = as_asked(model, rows, arguments.chat, shared)
     before = compilations()
-    completions, stats = sample(model, prompts, inputs, n=n, sampling=sampling, seed=seed)
+    completions, stats = sample_prompts(model, prompts, inputs, n=n, sampling=sampling, seed=seed)
     lines = []
     for prompt, group in zip(prompts, completions, strict=True):
         for completion in group:
@@ -221,4 +221,4 @@ def _parser() -> cli.Parser:
 cli.make_callable(__name__, generate)
 
 if __name__ == "__main__":
-    cli.leave(cli.run(main))
+    cli.exit_process(cli.run(main))

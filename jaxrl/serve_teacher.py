@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from jaxrl.config import cli, paths, yaml_text
 from jaxrl.config.schema import Config
-from jaxrl.config.section import DType, Flag, Name, Number, Positive, Section, check_names
+from jaxrl.config.section import DType, Flag, Name, Number, Positive, Section, check_user_names
 from jaxrl.errors import UserError, near, user_path
 from jaxrl.process.streams import Output
 
@@ -31,7 +31,7 @@ class ServeOptions(Section):
 
     model: Name | None = None
     """the only teacher: HF folder, hub id, .gguf file, run directory, ..."""
-    teacher: Annotated[dict[str, Name], AfterValidator(check_names)] = {}
+    teacher: Annotated[dict[str, Name], AfterValidator(check_user_names)] = {}
     """one of several teachers, at HOST:PORT/NAME; give the option once for each"""
     host: Name = "localhost"
     """address to listen at"""
@@ -227,4 +227,4 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run(main))
+    cli.exit_process(cli.run(main))

@@ -190,4 +190,4 @@ def main(argv: Sequence[str]) -> int | None:
 cli.make_callable(__name__, train)
 
 if __name__ == "__main__":
-    cli.leave(cli.run(main))
+    cli.exit_process(cli.run(main))

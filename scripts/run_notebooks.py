@@ -75,4 +75,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run(main))
+    cli.exit_process(cli.run(main))

@@ -25,7 +25,7 @@ from jaxrl.aot.machine import machine, prepare
 from jaxrl.aot.subprocess_compile import Died, apart
 from jaxrl.aot.suggest import PREDICTED, SHOWN, WORTH, Search, Traffic, candidate_lines, sent_bytes
 from jaxrl.config.schema import Config
-from jaxrl.config.section import shown
+from jaxrl.config.section import show_value
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
 from jaxrl.plan import target_plan
@@ -191,7 +191,7 @@ class Report:
         if self.search:
             result = "suggested: the run as configured"
             if self.suggested is not None:
-                words = (f"{key}={shown(value)}" for key, value in self.suggested.changes)
+                words = (f"{key}={show_value(value)}" for key, value in self.suggested.changes)
                 result = f"suggested, and compiled below: {' '.join(words)}"
             elif failures:
                 result = "suggested: nothing; no candidate compiles and fits"

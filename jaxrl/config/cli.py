@@ -130,7 +130,7 @@ class Parser(argparse.ArgumentParser):
         width = shutil.get_terminal_size().columns
         topics = [word.partition("=")[0] for word in words]
         if self._reads_keys and topics:
-            texts = (key_help.about(topic, width, self._keys) for topic in topics)
+            texts = (key_help.describe_keys(topic, width, self._keys) for topic in topics)
             return with_addresses("\n\n".join(texts) + "\n")
         parts = [super().format_help().rstrip()]
         if self._reads_keys:
@@ -295,7 +295,7 @@ def check_writable(option: str, path: str | os.PathLike[str]) -> Path:
     return place
 
 
-def leave(code: int, patience: float = 5.0) -> NoReturn:
+def exit_process(code: int, patience: float = 5.0) -> NoReturn:
     """Ends the process; threads that wait for a disk or a server that does not answer are left
     behind after `patience` seconds, and workers that still compute at once."""
     end = time.monotonic() + patience

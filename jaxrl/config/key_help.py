@@ -53,7 +53,7 @@ def common(prefixes: Sequence[str] | None = None) -> str:
     return "\n".join(["common keys, with their defaults:", *lines])
 
 
-def about(word: str, width: int, prefixes: Sequence[str] | None = None) -> str:
+def describe_keys(word: str, width: int, prefixes: Sequence[str] | None = None) -> str:
     """Returns the keys that a word names, each with type, range, default and meaning: a section, a
     key, or the last word of keys.
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from jaxrl.config.section import LARGEST, shown
+from jaxrl.config.section import LARGEST, show_value
 from jaxrl.config.settings import EVALUATED, NOT_EVALUATED
 from jaxrl.errors import UserError, closest, near, short
 
@@ -63,7 +63,7 @@ class Key:
     @property
     def default_text(self) -> str:
         """Returns the default as an override is written; `required` where there is none."""
-        return "required" if self.required else shown(self.default)
+        return "required" if self.required else show_value(self.default)
 
 
 class Group(NamedTuple):
@@ -114,7 +114,7 @@ def under(path: str, prefixes: Sequence[str]) -> bool:
     return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def evaluated(path: str) -> bool:
+def read_by_evaluations(path: str) -> bool:
     """Returns whether an evaluation without a run reads the key."""
     return under(path, EVALUATED) and not under(path, NOT_EVALUATED)
 
@@ -163,7 +163,7 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
             lines.append(f"{path}: {message}, got {got}")
             word = item["input"]
             if item["type"] in ("string_type", "tuple_type") and isinstance(word, bool | None):
-                lines[-1] += f" (as a word it is written in quotes: '{shown(word)}')"
+                lines[-1] += f" (as a word it is written in quotes: '{show_value(word)}')"
     return _unknown(model, error) or _shorten(list(dict.fromkeys(lines)))
 
 

@@ -35,7 +35,7 @@ from jaxrl.config.section import (
     Positive,
     Quantisation,
     Section,
-    check_names,
+    check_user_names,
     conflict,
     unread,
 )
@@ -149,7 +149,7 @@ class RunConfig(Section):
     names one. null: none are kept."""
     student: StudentConfig = Field(default={}, validate_default=True)
     teacher: TeacherConfig = TeacherConfig()
-    teachers: Annotated[dict[str, NamedTeacherConfig], BeforeValidator(check_names)] = {}
+    teachers: Annotated[dict[str, NamedTeacherConfig], BeforeValidator(check_user_names)] = {}
     """Several teachers by names of your choice, as in `{math: {model: A}, code: {model: B}}`, in
     place of `teacher.model`; `{math: A}` is short for a model alone. They take turns on the devices
     of the role teacher, or all of them are served, as in `{math: {address: host:8790/math}}`, with

@@ -25,7 +25,7 @@ from jaxrl.config import yaml_text
 from jaxrl.config.builtin_configs import config_file
 from jaxrl.config.run_config import RunConfig
 from jaxrl.config.section import Section
-from jaxrl.config.section import shown as written
+from jaxrl.config.section import show_value as written
 from jaxrl.errors import UserError, counted, shown
 from jaxrl.process.json_types import JsonObject
 

@@ -67,7 +67,7 @@ Words = Annotated[tuple[Name, ...], OneOrMore]
 """A list of strings that are not empty; a single string stands for a list of one."""
 
 
-def check_names(value: T) -> T:
+def check_user_names(value: T) -> T:
     """Returns the value; raises ValueError for a mapping with a name that is not `NAMED`."""
     for name in value if isinstance(value, dict) else ():
         if not isinstance(name, str) or NAMED.fullmatch(name) is None:
@@ -77,7 +77,7 @@ def check_names(value: T) -> T:
     return value
 
 
-def shown(value: object) -> str:
+def show_value(value: object) -> str:
     """Returns a value as an override is written; of a mapping of sections, its names."""
     if isinstance(value, str):
         return value
@@ -110,7 +110,7 @@ def unread(section: BaseModel, keys: Iterable[str], also: str, why: str, way: st
     for key in keys:
         value, default = value_and_default(section, key)
         if value != default and key != also:
-            yield conflict(section, f"{also} {key}", why, f"{key}={shown(default)}, or {way}")
+            yield conflict(section, f"{also} {key}", why, f"{key}={show_value(default)}, or {way}")
 
 
 def conflict(section: BaseModel, keys: str, why: str, way: str = "") -> str:
@@ -123,10 +123,10 @@ def conflict(section: BaseModel, keys: str, why: str, way: str = "") -> str:
     given, defaults = [], []
     for path in keys.split():
         value, default = value_and_default(section, path)
-        text = shown(value)
+        text = show_value(value)
         given.append(f"{path}={text if text.isprintable() else short(repr(text))}")
         if value != default and not way:
-            defaults.append(f"{path}={shown(default)}")
+            defaults.append(f"{path}={show_value(default)}")
     return f"{' '.join(given)}: {why}: set {way or ' or '.join(defaults)}"
 
 

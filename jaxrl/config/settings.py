@@ -23,7 +23,7 @@ from jaxrl.config.section import (
     PositiveNumber,
     Section,
     Words,
-    check_names,
+    check_user_names,
     conflict,
     numbers,
     unread,
@@ -94,7 +94,7 @@ EvalSources = Annotated[
     Annotated[Sources, Tag("[list]")]
     | Annotated[dict[str, Sources], Field(min_length=1), Tag("[mapping]")],
     Discriminator(lambda value: "[mapping]" if isinstance(value, dict) else "[list]"),
-    BeforeValidator(check_names),
+    BeforeValidator(check_user_names),
 ]
 """Sources of one set without a name, or of several by their names."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxrl.config.schema import Config
-from jaxrl.config.section import shown
+from jaxrl.config.section import show_value
 from jaxrl.errors import counted
 from jaxrl.models.kernels import GPU
 from jaxrl.plan.plan_inputs import GB, PlanInputs
@@ -89,7 +89,7 @@ def faster_keys(config: Config, inputs: PlanInputs) -> list[str]:
             limit = "" if mine.limit is None else f" of {mine.limit / GB:.1f}"
             value = get_key(config, remedy.key)
             lines.append(
-                f"faster: {best.words[0]} (now {shown(value)}) fits:"
+                f"faster: {best.words[0]} (now {show_value(value)}) fits:"
                 f" {mine.pool.name} then takes {mine.bytes / GB:.1f}{limit} GB"
             )
     return lines

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxrl.algorithms.schedule import Schedule
 from jaxrl.config.schema import Config
-from jaxrl.config.section import shown
+from jaxrl.config.section import show_value
 from jaxrl.errors import UserError
 from jaxrl.plan.accounts import pool_peaks
 from jaxrl.plan.plan_inputs import PlanInputs, PoolPeak, Setting
@@ -102,7 +102,7 @@ class Candidate:
     @property
     def words(self) -> list[str]:
         """Writes the changes as on a command line."""
-        return [f"{key}={shown(value)}" for key, value in self.changes]
+        return [f"{key}={show_value(value)}" for key, value in self.changes]
 
     @cached_property
     def stages(self) -> Mapping[Stage, float]:

@@ -21,7 +21,7 @@ ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 left_behind: list[threading.Thread] = []
 """Threads that compute on a device or fetch a file, and did not end when they were asked to. Python
 must not end while one of them runs: when it comes back from XLA there is no interpreter any more,
-and the process aborts; and it would wait for the file (`config.cli.leave`).
+and the process aborts; and it would wait for the file (`config.cli.exit_process`).
 """
 
 

@@ -22,7 +22,7 @@ from jaxrl.algorithms.methods import sampled_share
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.algorithms.signals import Projection, score_completions, signal_tensors
 from jaxrl.config.schema import Config
-from jaxrl.config.section import shown
+from jaxrl.config.section import show_value
 from jaxrl.errors import UserError
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.batching import padded_width, round_up, rows_of
@@ -140,8 +140,8 @@ class RunInputs:
         ):
             if now and self.student.experts is None:
                 raise UserError(
-                    f"{key}={shown(now)} needs a mixture of experts, and student.model is of the"
-                    f" family {self.student.family}: set it to {shown(off)}"
+                    f"{key}={show_value(now)} needs a mixture of experts, and student.model is of"
+                    f" the family {self.student.family}: set it to {show_value(off)}"
                 )
         if balances and config.spec.method is not None:
             raise UserError(

@@ -102,11 +102,12 @@ def evaluation_row(
         groups: the samples of each prompt, the prompts of all sets one after the other.
         scores: of these samples (`judged`).
     """
-    by_set = [estimates(part) for part in split(sets, scores)]
+    by_set = [estimates(part) for part in split_by_set(sets, scores)]
     names = dict.fromkeys(name for values in by_set for name in values)
     means = {name: mean_of([v[name] for v in by_set if name in v]) for name in names}
     described = [
-        _description(*of) for of in zip(split(sets, groups), split(sets, scores), strict=True)
+        _description(*of)
+        for of in zip(split_by_set(sets, groups), split_by_set(sets, scores), strict=True)
     ]
     whole = {}
     for name in dict.fromkeys(name for own in described for name in own):
@@ -212,7 +213,7 @@ def mean_of(parts: Sequence[Estimate]) -> Estimate:
     return Estimate(value, max(0.0, value - below), min(1.0, value + above))
 
 
-def split(sets: Sequence[EvalSet], flat: Sequence[T]) -> Iterator[Sequence[T]]:
+def split_by_set(sets: Sequence[EvalSet], flat: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yields the items of each set's prompts."""
     start = 0
     for held_out in sets:
@@ -255,7 +256,7 @@ class Evaluation:
             "step": self.step,
             "metrics": evaluation_row(self.sets, groups, scores),
             "sets": list(_by_set(self.sets, groups, scores, speeds)),
-            "settings": {key: values[key] for key in known if config_keys.evaluated(key)},
+            "settings": {key: values[key] for key in known if config_keys.read_by_evaluations(key)},
         }
         prompts = [prompt for held_out in self.sets for prompt in held_out.prompts]
         step = self.step or 0
@@ -267,7 +268,7 @@ class Evaluation:
         return result, [json.dumps(asdict(line), ensure_ascii=False) for line in lines]
 
 
-def prepare(
+def prepare_evaluation(
     source: ModelSource,
     given: PathLike | Config | Mapping[str, object] | None,
     overrides: Overrides,
@@ -350,7 +351,7 @@ def _config(
         raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
     given = dict(_flat(overrides))
     known = [key.path for key in config_keys.keys(Config)]
-    read = [key for key in known if config_keys.evaluated(key)]
+    read = [key for key in known if config_keys.read_by_evaluations(key)]
     for key in given:
         if key in known and key not in read:  # the config refuses unknown ones
             meant = f"eval.{key.rpartition('.')[2]}"
@@ -360,7 +361,7 @@ def _config(
     values = {
         key: value
         for key, value in _flat(base)
-        if (config_keys.evaluated(key) or key in SLOTS)
+        if (config_keys.read_by_evaluations(key) or key in SLOTS)
         and not config_keys.under(key, PLACEMENT)
         and (key in known or value is not None)  # a section without keys
     }
@@ -426,7 +427,7 @@ def _by_set(
     scores: Scores,
     speeds: Sequence[EngineStats],
 ) -> Iterator[JsonObject]:
-    parts = zip(sets, speeds, split(sets, groups), split(sets, scores), strict=True)
+    parts = zip(sets, speeds, split_by_set(sets, groups), split_by_set(sets, scores), strict=True)
     for held_out, stats, completions, marks in parts:
         row = evaluation_row([replace(held_out, name="")], completions, marks)
         yield {
@@ -441,7 +442,7 @@ def _by_set(
         }
 
 
-def table(result: JsonObject) -> Table:
+def results_table(result: JsonObject) -> Table:
     """Renders mean@k and each pass@k of every set and, if there are several, of all; 80 columns
     wide."""
     shown = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, collapse_padding=True)

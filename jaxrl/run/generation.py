@@ -140,7 +140,7 @@ def _data_of_run(model: Model) -> DataConfig | None:
         return Config.parse({**base, "data": {**read, "train": "arithmetic"}}).data
 
 
-def sample(
+def sample_prompts(
     model: Model,
     prompts: Sequence[PromptLike],
     inputs: Sequence[TemplateInputs] | TemplateInputs = NO_INPUTS,

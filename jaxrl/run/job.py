@@ -112,7 +112,7 @@ def pad_id(source: ModelSource, ends: tuple[int, ...]) -> int:
     return ends[0] if source.config.pad_id is None else source.config.pad_id
 
 
-def keys(config: Config) -> Keys:
+def row_keys(config: Config) -> Keys:
     """Returns the names of the fields of a data row."""
     d = config.data
     return Keys(
@@ -146,14 +146,14 @@ def encoder(
     d = config.data
     shots: tuple[Example, ...] = ()
     if d.few_shot is not None:
-        source = open_source(d.few_shot, config.seed, "train", keys(config), "data.few_shot")
+        source = open_source(d.few_shot, config.seed, "train", row_keys(config), "data.few_shot")
         shots = few_shot(source, d.few_shot_rows)
     theirs = None
     if teacher and (config.teacher.prompt is not None or teacher_tokenizer is not None):
         late = PLACES if config.learns_from_rewards else {}
         limit = config.teacher_prompt_tokens
         given = config.teacher.prompt, limit, late, teacher_tokenizer
-        theirs = TeacherPrompt(*given, keys(config))
+        theirs = TeacherPrompt(*given, row_keys(config))
     method = method_of(config)
     return PromptEncoder(
         tokenizer,
@@ -180,7 +180,7 @@ def held_out_sets(
         return ()
 
     def open_one(sources: Sequence[str], label: str) -> Source:
-        return open_source(sources, config.seed, "eval", keys(config), label, given)
+        return open_source(sources, config.seed, "eval", row_keys(config), label, given)
 
     encode = replace(encode, samples=True)
     return eval_sets(config.data.eval, open_one, encode, config.eval.prompts)
@@ -342,8 +342,8 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     _check_keys(config)
     for label, sources, split in _data_sources(config):
         for missing in filter(is_missing, sources):  # the others are opened with their tokenizer
-            open_source(missing, config.seed, split, keys(config), label)
-    source = open_source(d.train, config.seed, "train", keys(config), given=given.rows)
+            open_source(missing, config.seed, split, row_keys(config), label)
+    source = open_source(d.train, config.seed, "train", row_keys(config), given=given.rows)
     student, tokenizer, eos_ids, token_note = _student(config)
     path = student.tokenizer_path
     fitted = Student(config=student.config, tokenizer=tokenizer, end_ids=eos_ids)
@@ -431,7 +431,7 @@ def _check_code(
             named |= asked
             passed_to += ["reward functions"] if takes_all else []
             if prompts:
-                own = set(columns).difference(keys(config).named)
+                own = set(columns).difference(row_keys(config).named)
                 notes += rewards.check(prompts, begun, hidden_columns(prompts, own))
             else:
                 rewards.pool.facts()
@@ -447,7 +447,7 @@ def _column_notes(
         named: columns that code names.
         passed_to: who gets all of them.
     """
-    known, notes = keys(config), list[str]()
+    known, notes = row_keys(config), list[str]()
     shown = {getattr(known, of): key for of, key in OPTIONAL.items()}
     found = {name: key for name, key in shown.items() if name is not None and name in columns}
     if found:
@@ -496,7 +496,7 @@ def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> 
     notes, prompts, columns = [], list[Prompt](), tuple[str, ...]()
     for label, sources, split in _data_sources(config):
         if here[label]:
-            rows = open_source(here[label], config.seed, split, keys(config), label, given.rows)
+            rows = open_source(here[label], config.seed, split, row_keys(config), label, given.rows)
             if label == "data.train":
                 columns = rows.columns
                 prompts += map(_untokenized, (rows[i] for i in range(min(len(rows), FIRST_ROWS))))

@@ -117,7 +117,7 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     try:
         for pool in plan.placement.pools:
             roles = [role for role in pool.roles if role in plan.runs]
-            makers = {role: partial(make_role, role, setup, meshes) for role in roles}
+            makers = {role: partial(build_role, role, setup, meshes) for role in roles}
             devices = [d for role in roles if role in meshes for d in meshes[role].devices.flat]
             starting |= worker_group.start(pool.name, devices, makers, deadline, setup.config.lazy)
         for role, started in starting.items():
@@ -194,7 +194,7 @@ def pool_makers(
         for role in roles
         if role in axes
     }
-    return {role: partial(make_role, role, setup, meshes) for role in roles if role in MAKERS}
+    return {role: partial(build_role, role, setup, meshes) for role in roles if role in MAKERS}
 
 
 def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
@@ -305,7 +305,7 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
 """Role -> (setup, the meshes of the roles that this process has) -> the role."""
 
 
-def make_role(role: str, setup: Setup, meshes: Mapping[str, Mesh]) -> object:
+def build_role(role: str, setup: Setup, meshes: Mapping[str, Mesh]) -> object:
     """Makes a role of what the run began with, also in a worker that is started again.
 
     The record in the run directory has the checksums of the weights that were read. It counts for

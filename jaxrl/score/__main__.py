@@ -36,12 +36,12 @@ def main(argv: Sequence[str]) -> None:
             f"--dtype {arguments.dtype} is of hidden states: leave it out with the signal"
             f" {config.distill.signal}, whose log-probs are float32"
         )
-    from jaxrl.score.score_data import score
+    from jaxrl.score.score_data import store_scores
 
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as `nohup` asks for
     for number in ASKING[:-1] if ignored else ASKING:
         signal.signal(number, signal.default_int_handler)
-    score(config, arguments.out, arguments.dtype)
+    store_scores(config, arguments.out, arguments.dtype)
 
 
 def config_of(arguments: Namespace) -> Config:
@@ -121,4 +121,4 @@ def _parser() -> cli.Parser:
 
 
 if __name__ == "__main__":
-    cli.leave(cli.run(main))
+    cli.exit_process(cli.run(main))

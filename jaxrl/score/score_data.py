@@ -114,7 +114,9 @@ class Scoring:
         return [rows[i : i + together] for i in range(0, len(rows), together)]
 
 
-def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring, list[str]]:
+def prepare_scoring(
+    config: Config, folder: Path, dtype: Stored | None
+) -> tuple[Scoring, list[str]]:
     """Prepares the scoring, with every check that is possible before a weight is read, and messages
     about it."""
     if config.teacher.tokenizer == "own":
@@ -193,7 +195,7 @@ def _kl(p: Array, q: Array, head: Array, scale: Array, softcap: Array | None) ->
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
 
 
-def score(config: Config, out: str | Path, dtype: Stored | None = None) -> ScoreCache:
+def store_scores(config: Config, out: str | Path, dtype: Stored | None = None) -> ScoreCache:
     """Scores the data of a config, and stores what is not in the folder yet.
 
     Args:
@@ -206,7 +208,7 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
         RunError: the disk refuses; what was stored stays, and the same call resumes.
     """
     log, began, folder = Output(sys.stdout).line, time.monotonic(), user_path(out)
-    scoring, notes = prepare(config, folder, dtype)
+    scoring, notes = prepare_scoring(config, folder, dtype)
     manifest, train = scoring.manifest, scoring.job.train
     for note in (*notes, *scoring.job.data_notes()):
         log(note)

@@ -263,7 +263,7 @@ def test_the_module_is_the_function():
 def test_module_runs_as_a_command(tmp_path, monkeypatch, capsys):
     """In this process: tests/laws/test_bad_input.py has one that a shell starts."""
     monkeypatch.setattr(sys, "argv", ["evaluate.py", str(tmp_path / "nothing")])
-    monkeypatch.setattr(cli, "leave", sys.exit)
+    monkeypatch.setattr(cli, "exit_process", sys.exit)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(jaxrl.evaluate.__file__, run_name="__main__")
     told = capsys.readouterr()

@@ -24,7 +24,7 @@ from jaxrl.formats import hf
 from jaxrl.generate import _took, generate, main
 from jaxrl.models.config import DecoderConfig
 from jaxrl.process.compilations import compilations
-from jaxrl.run.generation import sample
+from jaxrl.run.generation import sample_prompts
 from jaxrl.sampling import decode
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
@@ -210,7 +210,7 @@ def test_the_speed_is_of_launches_that_compile_nothing(model: Model) -> None:
     params = SamplingParams(max_new_tokens=64, eos_ids=())
     for turn in range(2):
         before = compilations()
-        _, stats = sample(model, ["ab"], n=SEVERAL, sampling=params, seed=turn)
+        _, stats = sample_prompts(model, ["ab"], n=SEVERAL, sampling=params, seed=turn)
         compiled = compilations().since(before)
         said = _took(stats, compiled)
         assert stats.generated_tokens == 64 * SEVERAL
@@ -268,7 +268,7 @@ def test_module_runs_as_a_command(
 ) -> None:
     """In this process: tests/laws/test_bad_input.py has one that a shell starts."""
     monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path / "nothing"), "--prompt", "a"])
-    monkeypatch.setattr(cli, "leave", sys.exit)
+    monkeypatch.setattr(cli, "exit_process", sys.exit)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(jaxrl.generate.__file__), run_name="__main__")
     said = capsys.readouterr()

@@ -30,7 +30,7 @@ from jaxrl.environments.episode_batches import pool_of
 from jaxrl.errors import UserError
 from jaxrl.evaluate import main as evaluate_main
 from jaxrl.report.__main__ import main as report_main
-from jaxrl.run.evaluation import table
+from jaxrl.run.evaluation import results_table
 from jaxrl.run.job import check_job, make_job
 from jaxrl.run.python_objects import bind, bound
 from jaxrl.telemetry.metrics import SAMPLES_FILE
@@ -383,7 +383,7 @@ def test_where_only_an_environment_judges_its_reward_is_shown(
     assert "environment's reward on held-out prompts: 1.000 before, 1.000 after" in out
     page = Console(width=100)
     with page.capture() as captured:
-        page.print(table(evaluate(result.run_dir, samples=tmp_path / "samples", **given)))
+        page.print(results_table(evaluate(result.run_dir, samples=tmp_path / "samples", **given)))
     lines = (tmp_path / "samples").read_text().splitlines()
     assert [json.loads(line)["reward"] for line in lines] == [1.0] * 12
     assert re.search(r"not judged.*\n.* reward +1\.000", captured.get())

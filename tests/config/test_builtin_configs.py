@@ -18,7 +18,7 @@ from jaxrl.config.builtin_configs import (
 from jaxrl.config.schema import Config
 from jaxrl.data.source import open_source
 from jaxrl.errors import UserError
-from jaxrl.run.evaluation import prepare
+from jaxrl.run.evaluation import prepare_evaluation
 from jaxrl.train import main
 
 NAMES = sorted(builtin_configs())
@@ -89,7 +89,7 @@ def test_a_wrong_name_of_a_config_is_refused_wherever_one_is_accepted(
     assert re.search(message, capsys.readouterr().err)
     for load in (
         Config.of,
-        lambda name: prepare(resolve_model("builtin:student"), name, (), None),
+        lambda name: prepare_evaluation(resolve_model("builtin:student"), name, (), None),
     ):
         with pytest.raises(UserError, match=message):
             load(name)

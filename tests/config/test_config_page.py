@@ -71,7 +71,7 @@ def test_the_page_has_every_key_with_type_bounds_and_default() -> None:
 def test_defaults_shown_are_read_back_as_they_are() -> None:
     keys = [key for key in config_keys.keys(Config) if not key.required]
     required = ["student.model=a", "teacher.model=b", "data.train=c.jsonl"]
-    shown = [f"{key.path}={section.shown(key.default)}" for key in keys]
+    shown = [f"{key.path}={section.show_value(key.default)}" for key in keys]
     given = [word for word in shown if not word.startswith("teacher.model=")]
     assert Config.load(None, [*given, *required]) == minimal()
 

@@ -14,7 +14,7 @@ from tiny_tokenizer import CHATML, tiny_tokenizer
 from words import Words
 
 from jaxrl.config import keys as config_keys
-from jaxrl.config.key_help import about
+from jaxrl.config.key_help import describe_keys
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.example import Example
@@ -425,7 +425,7 @@ def test_a_mapping_where_none_belongs_names_the_unknown_keys(tmp_path):
         *("data.chat_template_arguments", "environment.arguments"),
     ]
     assert list(config_keys.mappings(Config)) == known
-    text = about("all", 100)
+    text = describe_keys("all", 100)
     assert "data.eval  list of str or mapping of NAME to list of str or null" in text
     assert "data.weights  list of float or null" in text
 

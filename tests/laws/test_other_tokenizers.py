@@ -21,7 +21,7 @@ from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import make_plan
 from jaxrl.run.job import make_job
-from jaxrl.score.score_data import prepare
+from jaxrl.score.score_data import prepare_scoring
 from jaxrl.train import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -229,7 +229,7 @@ def test_what_cannot_be_aligned_is_refused_before_anything_is_loaded(models):
 def test_scores_on_disk_are_of_the_student_s_tokens(tmp_path):
     config = Config.load("builtin:quickstart", ["teacher.tokenizer=own"])
     with pytest.raises(UserError, match="stored scores are for the student's tokens"):
-        prepare(config, tmp_path, None)
+        prepare_scoring(config, tmp_path, None)
 
 
 def test_a_plan_that_splits_a_vocabulary_is_refused():

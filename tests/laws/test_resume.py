@@ -40,7 +40,7 @@ from jaxrl.process.interrupt import Interrupted
 from jaxrl.report.html_page import facts
 from jaxrl.report.read import read_run
 from jaxrl.report.timeline_lanes import understand
-from jaxrl.run.evaluation import prepare
+from jaxrl.run.evaluation import prepare_evaluation
 from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, meshes, sessions
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
@@ -197,7 +197,9 @@ def test_a_template_shows_the_date_on_which_the_run_began(tmp_path, monkeypatch)
     final = load_model(str(tmp_path / "stopped"))
     prompt = render_text(final.tokenizer, [{"role": "user", "content": "1+1"}])
     assert prompt.startswith("251126<|im_start|>")
-    job = prepare(resolve_model(str(tmp_path / "stopped")), None, [f"data.eval={data}"], None)
+    job = prepare_evaluation(
+        resolve_model(str(tmp_path / "stopped")), None, [f"data.eval={data}"], None
+    )
     shown = [job.tokenizer.decode(one.tokens) for held_out in job.sets for one in held_out.prompts]
     assert all("251126" in text for text in shown)
 

@@ -41,7 +41,7 @@ def main(argv):
                 notify(f"after step {step}")
     return int(code)
 
-cli.leave(cli.run(main, sys.argv[1:]))
+cli.exit_process(cli.run(main, sys.argv[1:]))
 """
 
 
@@ -146,7 +146,7 @@ def test_lost_stderr_ends_nothing_either() -> None:
     program = (
         "import sys; from jaxrl.config import cli; from jaxrl.errors import RunError\n"
         "def main(argv): raise RunError('it failed')\n"
-        "cli.leave(cli.run(main, []))"
+        "cli.exit_process(cli.run(main, []))"
     )
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], stderr=full, timeout=120)
@@ -167,7 +167,7 @@ def test_a_worker_that_still_computes_at_the_end_does_not_abort_the_process() ->
         "    time.sleep(1)\n"
         "    interrupt.left_behind.append(thread)\n"
         "    raise KeyboardInterrupt('interrupted')\n"
-        "cli.leave(cli.run(main, []))"
+        "cli.exit_process(cli.run(main, []))"
     )
     begun = time.monotonic()
     done = subprocess.run(

@@ -20,7 +20,7 @@ from jaxrl.data.tokenizer import check_eos, encode_prompt
 from jaxrl.errors import UserError
 from jaxrl.export import export
 from jaxrl.roles.reward import score_texts
-from jaxrl.run.evaluation import prepare
+from jaxrl.run.evaluation import prepare_evaluation
 from jaxrl.run.job import make_job
 
 NEW = "<new>"
@@ -115,7 +115,7 @@ def test_held_out_rows_are_checked(folder: Path, tmp_path: Path) -> None:
     source = resolve_model(folder)
     given = [f"data.eval={file}", "max_prompt_tokens=64", "max_new_tokens=8"]
     with pytest.raises(UserError, match="data.eval: .*rows.jsonl:2: the prompt has tokens"):
-        prepare(source, None, given, None)
+        prepare_evaluation(source, None, given, None)
 
 
 def test_texts_of_the_run_itself_may_have_no_such_token_at_all(

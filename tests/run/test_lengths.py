@@ -14,7 +14,7 @@ from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rope import LongRope
-from jaxrl.run.evaluation import prepare
+from jaxrl.run.evaluation import prepare_evaluation
 from jaxrl.run.job import make_job
 
 
@@ -38,5 +38,5 @@ def test_a_run_computes_for_its_longest_sequence(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(job.student)).config == job.student.config
 
     found = resolve_model(tmp_path)
-    held_out = prepare(found, Config.load("builtin:quickstart", asked), [], "rollout=1")
+    held_out = prepare_evaluation(found, Config.load("builtin:quickstart", asked), [], "rollout=1")
     assert held_out.source.config == config.for_length(24 + 20)

@@ -211,7 +211,7 @@ def test_weights_that_a_worker_reads_again_are_those_of_its_run(
             ("reward.model", "reward.model=x", folder, str),
         ]
         monkeypatch.setattr(job_module, "_models", lambda setup: models)
-        launch.make_role("actor", setup, {})  # type: ignore[arg-type]
+        launch.build_role("actor", setup, {})  # type: ignore[arg-type]
 
     make("whole", "first")
     noted = json.loads((tmp_path / "run" / "opened" / "actor-0.json").read_text())["weights"]

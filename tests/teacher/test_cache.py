@@ -38,7 +38,7 @@ from jaxrl.roles.actor import Actor
 from jaxrl.run.attempt import prepare_run
 from jaxrl.run.run_dir import Lock
 from jaxrl.score.__main__ import _parser, config_of, main
-from jaxrl.score.score_data import Scoring, open_folder, score, storage_error
+from jaxrl.score.score_data import Scoring, open_folder, storage_error, store_scores
 from jaxrl.teacher import cache as cache_module
 from jaxrl.teacher.cache import (
     CHECKSUMS,
@@ -309,7 +309,7 @@ def scored(desk: Path, out: Path, *words: str, source: Path | None = None) -> Sc
     own = ["max_prompt_tokens=24", "max_new_tokens=8", "batch_size=6", "compile_cache=null"]
     student = f"student.model={desk / 'student'}"
     arguments = _parser().parse([*data, "--out", str(out), *own, student, *words])
-    return score(config_of(arguments), out, arguments.dtype)
+    return store_scores(config_of(arguments), out, arguments.dtype)
 
 
 def run(desk: Path, folder: Path, *overrides: str) -> bytes:
