@@ -8,6 +8,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.checkpoint.model_source import lora_of, resolve_model
@@ -38,18 +41,20 @@ from jaxrl.plan.advice import (
     with_choices,
     with_loss_chunk,
 )
-from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.plan_inputs import GB, HostMemory, PlanInputs, PoolPeak, Setting
 from jaxrl.plan.search import Candidate, set_key
 from jaxrl.plan.table import Plan
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.process.json_types import Keywords
+from jaxrl.roles.declared import local_bytes
 from jaxrl.roles.optimizer import warmup_note
 from jaxrl.roles.reward import read_reward
+from jaxrl.roles.sampling_programs import abstract_cache
+from jaxrl.roles.update import abstract_moments
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.mesh import Visible, bytes_limit
+from jaxrl.sharding.mesh import Visible, abstract_mesh, bytes_limit
 from jaxrl.sharding.placement import Placement, check_visible, place, place_without_devices
 from jaxrl.sharding.targets import TargetMachine
 from jaxrl.teacher.kinds import kind_of
@@ -111,7 +116,7 @@ def make_plan(
     student = model_config(config.student.model)
     student = replace(student, lora=lora_of(config), quantised=config.quantised)
     teachers = tuple(model_config(model) for model in config.teacher_models.values())
-    teacher = max(teachers, key=lambda t: weight_bytes(t, Axes(), "float32"), default=None)
+    teacher = max(teachers, key=lambda t: t.n_params, default=None)
     if teacher is None:
         teacher = kind_of(config).stored_config(config)
     seen = Visible((), None) if visible is None else visible(placement.n_devices)
@@ -353,9 +358,11 @@ def _sampling_notes(m: Setting) -> Iterator[str]:
     if rollout.cache_tokens is not None:
         model, dtype = m.student, rollout.compute_dtype
         key, of = f"rollout.cache_tokens={rollout.cache_tokens}", m.slots("rollout")
+        axes = m.axes["rollout"]
+        mesh: Any = abstract_mesh(axes)
         paged, whole = (
-            cache_bytes(model, m.axes["rollout"], *size, dtype) / 1e9
-            for size in (of.own, (of.slots, of.positions))
+            local_bytes(abstract_cache(model, mesh, rows * axes.rows, n, dtype)) / 1e9
+            for rows, n in (of.own, (of.slots, of.positions))
         )
         room = f"All slots have room for {of.pages // of.slots * PAGE} tokens"
         if of.pages < of.slots:
@@ -439,10 +446,11 @@ def _mesh_notes(m: Setting) -> Iterator[str]:
 def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
     """Returns the bytes of one checkpoint: parameters, optimizer state and moving average, each
     number once."""
-    a, whole = config.actor, Axes()
-    state = optimizer_bytes(student, whole, config.optimizer, a.param_dtype, a.moment_dtype)
-    average = weight_bytes(student, whole, "float32") if config.keeps_ema else 0
-    return trained_bytes(student, whole, a.param_dtype) + state + average
+    a = config.actor
+    how = config.optimizer, a.param_dtype, a.moment_dtype
+    state = local_bytes(abstract_moments(student, abstract_mesh(Axes()), *how))
+    each = jnp.dtype(a.param_dtype).itemsize + 4 * config.keeps_ema
+    return student.n_trained * each + state
 
 
 def _checkpoint_notes(config: Config, student: DecoderConfig, here: bool) -> Iterator[str]:

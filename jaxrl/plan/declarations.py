@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
 from jaxrl.config.schema import Config
@@ -24,8 +24,7 @@ from jaxrl.roles.reference import reference_programs, reference_residents
 from jaxrl.roles.reward import reward_programs, reward_residents
 from jaxrl.roles.rollout import rollout_programs, rollout_residents
 from jaxrl.roles.run_shapes import RunArrays
-from jaxrl.sharding.axes import AXIS_NAMES
-from jaxrl.sharding.mesh import DeviceFacts, role_meshes
+from jaxrl.sharding.mesh import DeviceFacts, abstract_mesh, role_meshes
 from jaxrl.sharding.targets import DescribedDevice
 from jaxrl.teacher.local_teacher import teacher_arrays, teacher_programs
 from jaxrl.types import Tree
@@ -77,11 +76,8 @@ class Kept:
 def kept_arrays(setting: Setting) -> Iterator[Kept]:
     """Yields what the roles of a run keep, each array once: as that of the first role that holds
     it."""
-    meshes = {
-        role: AbstractMesh(tuple(axes), AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
-        for role, axes in setting.axes.items()
-    }
-    run = RunArrays(setting, meshes)  # type: ignore[arg-type]
+    meshes: Any = {role: abstract_mesh(axes) for role, axes in setting.axes.items()}
+    run = RunArrays(setting, meshes)
     residents = [resident for role in meshes for resident in RESIDENTS[role](setting.config)]
     forms = {resident.name: _forms(resident.arrays(run)) for resident in residents}
     # Path of an array -> who shares it with its owner.

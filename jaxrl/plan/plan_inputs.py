@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+import jax.numpy as jnp
 from pydantic import Field
 
 from jaxrl.algorithms.methods import sampled_share
 from jaxrl.errors import counted
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import fuses
-from jaxrl.plan.array_bytes import Pass, trained_bytes
+from jaxrl.plan.array_bytes import Pass
 from jaxrl.plan.live_arrays import live_arrays
 from jaxrl.roles.declared import Program, local_bytes
 from jaxrl.roles.run_shapes import RunInputs, RunShapes
-from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.placement import Pool
 
 GB, MB = 1e9, 1e6
@@ -230,7 +230,7 @@ class Setting(RunShapes):
         c, sent = self.config, {}
         follow = {"rollout": sampled_share(c) > 0, "teacher": c.teacher_follows}
         for role in (role for role, gets in follow.items() if gets and role in self.axes):
-            whole = trained_bytes(self.student, Axes(), c.roles[role].compute_dtype)
+            whole = self.student.n_trained * jnp.dtype(c.roles[role].compute_dtype).itemsize
             sent["actor", role] = 0 if self.on_actors_mesh(role) else whole
         if "teacher" in self.axes:
             whole = self.sequences * self.new_tokens * self.signal_bytes

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config.schema import Config
 from jaxrl.data.example import Split
@@ -18,7 +19,7 @@ from jaxrl.models.decoder import Cache, SlotTokens
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import PAGE, Pages, Seats
-from jaxrl.roles.declared import Program, local_bytes
+from jaxrl.roles.declared import Program, local_bytes, placed
 from jaxrl.roles.run_shapes import RunArrays, asked, evaluated
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, Engine, SamplingParams
@@ -95,6 +96,17 @@ def sampling_programs(
             yield replace(program, name=name, calls=0 if i else math.ceil(share * calls))
 
 
+def abstract_cache(
+    config: DecoderConfig, mesh: Mesh | None, n: int, length: int, dtype: Any
+) -> Cache:
+    """Returns the keys and values of n sequences of a length as `jax.ShapeDtypeStruct`s, placed on
+    a mesh if there is one."""
+    made = jax.eval_shape(lambda: decode.new_cache(config, None, n, length, jnp.dtype(dtype)))
+    if mesh is None:
+        return made
+    return placed(made, jax.tree.map(partial(NamedSharding, mesh), decode.cache_specs(mesh, made)))
+
+
 def engine_programs(
     role: str,
     engine: Engine,
@@ -131,11 +143,7 @@ def engine_programs(
         return array(shape, jnp.int32, PartitionSpec(ROWS))
 
     def cache(n: int, length: int) -> Cache:
-        made = jax.eval_shape(lambda: decode.new_cache(config, None, n, length, dtype))
-        if mesh is None:
-            return made
-        specs = decode.cache_specs(mesh, made)
-        return jax.tree.map(lambda x, spec: array(x.shape, x.dtype, spec), made, specs)
+        return abstract_cache(config, mesh, n, length, dtype)
 
     def program(
         name: str, jitted: Any, *arrays: Any, calls: int, beside: Any = (), **static: Any

@@ -64,6 +64,7 @@ from jaxrl.rewards.functions import find as find_reward
 from jaxrl.rewards.verifiers import Verifier, verifier, why_unjudged
 from jaxrl.roles.grouper import tokenizer_of_encoder
 from jaxrl.roles.reward import open_reward, tokenizer_of_reward
+from jaxrl.roles.run_shapes import generates
 from jaxrl.run.python_objects import NOTHING, PythonObjects
 from jaxrl.sharding.axes import Axes
 from jaxrl.teacher.kinds import Student, Teacher, kind_of
@@ -387,7 +388,7 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         pad_id=pad_id(student, eos_ids),
-        teacher_samples=bool(teacher.models) and (config.distill.seq_kd or evaluates),
+        teacher_samples=bool(teacher.models) and generates(config, "teacher"),
         evaluates_teacher=evaluates,
         given=given.code,
         train=train,

@@ -426,9 +426,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(models, tmp_path
     assert "{'math': -1}" in text and "at least 0" in text
 
 
-def test_the_accuracy_of_what_samples_no_such_completions_is_not_measured(models):
+def test_the_accuracy_of_what_samples_no_such_completions_is_not_measured(models, tmp_path):
     """Of a mixture, and of a teacher beside episodes: it is asked for, of rows that have answers,
-    and a note says why there is none."""
+    and a note says why there is none; nor of rows without a teacher."""
     keys = [f"student.model={models['student']}", f"data.train={models['rows']}"]
     keys += [f"data.eval={models['rows']}", "data.verifier=exact", "eval.teacher=true"]
     keys += ["teacher.model=null", "distill.signal=sampled", "distill.jsd_beta=1"]
@@ -443,9 +443,14 @@ def test_the_accuracy_of_what_samples_no_such_completions_is_not_measured(models
     keys.append("data.teacher_key=kind")
     assert (routed := job(math="math", code="code")).evaluates_teacher and routed.teacher_samples
     assert not any("only scores" in note for note in routed.notes)
+    (tmp_path / "none.jsonl").write_text('{"prompt": "1 + 1", "answer": "2", "kind": "art"}\n')
+    keys.append(f"data.eval={tmp_path / 'none.jsonl'}")
+    without = job(math="math", code="code")
+    assert not without.evaluates_teacher
+    keys[-1] = f"data.eval={models['rows']}"
     keys.append("environment.name=calculator")
     plays = job(math="math", code="code")
     assert not plays.evaluates_teacher and not plays.teacher_samples
     assert any("plays no episodes: its own accuracy is not" in note for note in plays.notes)
-    for one in (mixed, routed, plays):
+    for one in (mixed, routed, without, plays):
         assert generates(one.config, "teacher") == one.teacher_samples, "as planned"
