@@ -28,10 +28,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -256,7 +255,7 @@ class _Places:
     """Results that are written over arguments."""
     donated: frozenset[Any] = frozenset()
     """Arguments that nothing else reads."""
-    divided: Mapping[Any, Dims] = MappingProxyType({})
+    divided: Mapping[Any, Dims] = field(default_factory=dict)
     """How some results are divided."""
     constants: frozenset[Any] = frozenset()
     """Arguments that are the same at each turn of a loop."""

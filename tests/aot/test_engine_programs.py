@@ -50,7 +50,7 @@ def test_what_is_lowered_is_what_runs(
         **{"slots": 6, "max_prompt_tokens": 8, "max_new_tokens": 16, "launch_tokens": 8} | options,
     )
     calls: dict[str, Any] = {}
-    for name in ("prefill", "insert", "new_cache", "launch"):
+    for name in ("prefill_prompts", "insert", "new_cache", "launch"):
         program = getattr(decode, name)
 
         def spied(*args: Any, name: str = name, program: Any = program, **static: Any) -> Any:
@@ -65,7 +65,11 @@ def test_what_is_lowered_is_what_runs(
     monkeypatch.undo()
     abstract = parameters.abstract_params(CONFIG, layout="unstacked")
     programs = {x.name: x for x in largest(made, abstract, sampling, 3)}
-    for name, called in (("prefill", "prefill"), ("insert", "insert"), ("decode", "launch")):
+    for name, called in (
+        ("prefill", "prefill_prompts"),
+        ("insert", "insert"),
+        ("decode", "launch"),
+    ):
         program = programs[name]
         assert (forms(program.args[2:]), program.kwargs) == calls[called][0]
         program.jitted.lower(*program.args, **program.kwargs)
