@@ -30,7 +30,7 @@ from jaxrl.algorithms.methods import METHODS
 from jaxrl.algorithms.signals import completion_hidden, pack_completions
 from jaxrl.data.batch import make_rollout
 from jaxrl.losses.distill import divergence_from_hidden
-from jaxrl.models.packing import pack_sequences
+from jaxrl.models.packing import pack_streams
 from jaxrl.models.parameters import head
 from jaxrl.plan import make_plan
 from jaxrl.profile.work import Work, divergence_work, forward_work
@@ -120,7 +120,7 @@ def parts(
     rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
     made, _ = METHODS["teacher"].prepare(job.config)(rollout, scores)
     batch = reshard(made, rows)
-    packing = jax.jit(partial(pack_sequences, mesh=mesh))(batch.sequences)
+    packing = jax.jit(partial(pack_streams, mesh=mesh))(batch.sequences)
     flat = jax.jit(pack_completions)(packing, batch)
     forward = jax.jit(partial(completion_hidden, config, mesh=mesh))
     hidden = forward(params, packing)

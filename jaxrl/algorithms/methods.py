@@ -44,7 +44,7 @@ from jaxrl.losses.policy import (
 )
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Routed, balance_loss, expert_load, tokens_of_experts
-from jaxrl.models.packing import Packing, pack_sequences
+from jaxrl.models.packing import Packing, pack_streams
 from jaxrl.models.parameters import Params, head
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.worker import Future
@@ -256,7 +256,7 @@ def _forward(
     config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
 ) -> tuple[Packing, jax.Array, Routed | None]:
     """Returns the packing, the hidden states of its completions, and what the routers did."""
-    packing = pack_sequences(batch.sequences, mesh)
+    packing = pack_streams(batch.sequences, mesh)
     routed: list[Routed] = []
     options: Keywords = {"remat": config.actor.remat, "dtype": jnp.dtype(config.actor.dtype)}
     hidden = completion_hidden(model, params, packing, mesh, routed=routed, **options)

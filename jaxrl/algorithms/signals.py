@@ -39,7 +39,7 @@ from jaxrl.losses.divergence import EntropyAware, LossSums, sampled_reverse_kl
 from jaxrl.losses.head import TeacherMixture, logprobs_at, logprobs_from_hidden, topk_from_hidden
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward_packed
-from jaxrl.models.packing import Packing, pack_sequences
+from jaxrl.models.packing import Packing, pack_streams
 from jaxrl.models.parameters import Params, head
 from jaxrl.process.json_types import Keywords
 from jaxrl.types import (
@@ -147,7 +147,7 @@ def completion_logprobs(
 ) -> Float[Array, "B C"]:
     """Computes the log-prob of each completion token in float32, in nats, at the temperature of
     sampling."""
-    packing = pack_sequences(sequences, mesh)
+    packing = pack_streams(sequences, mesh)
     hidden = completion_hidden(model, params, packing, mesh)
     tokens = packing.completions.pack(completion_tokens(sequences))
     options: Keywords = {"chunk": chunk, "mesh": mesh, "softcap": model.final_softcap}
@@ -190,7 +190,7 @@ def score_completions(
         alignment, outcomes: of a teacher with another tokenizer, whose tokens `sequences` are; the
             signal is then at the student's (`losses.token_spans`).
     """
-    packing = pack_sequences(sequences, p.mesh)
+    packing = pack_streams(sequences, p.mesh)
     hidden, kernel = completion_hidden(model, params, packing, p.mesh), head(params)
     if alignment is not None and outcomes is not None:
         d, options = p.distill, p.options | {"softcap": model.final_softcap}
@@ -226,7 +226,7 @@ def mixture_signal(
     if p.distill.signal == "hidden":
         return HiddenSignal(jnp.concatenate(hidden, -1))
     assert p.mixture is not None and kernels is not None
-    packing = pack_sequences(sequences, p.mesh)
+    packing = pack_streams(sequences, p.mesh)
     shares = jnp.repeat(weights[:, None], sequences.loss_mask.shape[1], 1)
     streams, shares = jax.tree.map(packing.completions.pack, (tuple(hidden), shares))
     mixture = TeacherMixture(p.mixture, shares)
@@ -399,7 +399,7 @@ def policy_topk(
 ) -> Int[Array, "B C K"]:
     """Returns the policy's most probable tokens, for which the signal `student_topk` sends
     log-probs."""
-    packing = pack_sequences(sequences, p.mesh)
+    packing = pack_streams(sequences, p.mesh)
     hidden = completion_hidden(model, params, packing, p.mesh)
     options = p.options | {"softcap": model.final_softcap}
     best = topk_from_hidden(hidden, head(params), p.distill.top_k, **options)

@@ -485,7 +485,7 @@ def _logits(
     config: DecoderConfig, mesh: Mesh | None, params: Params, tokens: jax.Array, mask: jax.Array
 ) -> jax.Array:
     hidden = decoder.forward(config, params, tokens, mask, mesh=mesh)
-    return decoder.logits(config, params, hidden)
+    return decoder.token_logits(config, params, hidden)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

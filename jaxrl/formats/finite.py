@@ -112,7 +112,7 @@ def _first_layer(
         outputs: list[Array] = []
         with decoder.watch_layers(outputs):
             hidden, _ = decoder.prefill(config, params, tokens, mask, mesh=mesh)
-        outputs += [hidden, decoder.logits(config, params, hidden)]
+        outputs += [hidden, decoder.token_logits(config, params, hidden)]
         return [jnp.isfinite(x).all() for x in outputs]
 
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())

@@ -32,13 +32,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.losses.chunked import (
-    LogitOptions,
-    PerToken,
-    Term,
-    TokenStats,
-    VocabShard,
-)
+from jaxrl.losses.chunked import LogitOptions, PerToken, Term, TokenStats, VocabShard
 from jaxrl.losses.distill import (
     FullDivergence,
     PairOptions,

@@ -53,10 +53,7 @@ def attender(
     assert causal or window is None, "a window of what lies before a token"
     if kernel == "cudnn":
         assert behind == 0, "cuDNN's causal mask starts at the first key"
-        run, lengths = (
-            partial(cudnn.attend_rows, causal=causal, window=window),
-            row_lengths(keys),
-        )
+        run, lengths = (partial(cudnn.attend_rows, causal=causal, window=window), row_lengths(keys))
         return lambda q, k, v, *sinks: on_shards(run, mesh, q, k, v, lengths, sinks=sinks)
     if kernel == "splash":
         run = partial(splash.attend_tiles, causal=causal, window=window)

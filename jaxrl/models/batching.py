@@ -61,7 +61,7 @@ class Batch:
     """[R, W] bool."""
 
 
-def padded_width(n: int, longest: int) -> int:
+def ladder_width(n: int, longest: int) -> int:
     """Returns the width that a sequence of n tokens is padded to: the next of 4, 6, 8, 12, 16, 24,
     ..., at most `longest`, and even: some attention kernels take no other."""
     return bucket(n, smallest=NARROWEST, steps=2, multiple=2, most=longest)
@@ -87,7 +87,7 @@ def batches(
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
     start = 0
     while start < len(order):
-        width = padded_width(len(sequences[order[start]]), longest)
+        width = ladder_width(len(sequences[order[start]]), longest)
         full = rows_of(width, batch_tokens)
         rows = order[start : start + full * shards]
         height = bucket(-(-len(rows) // shards), most=full) * shards

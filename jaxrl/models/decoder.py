@@ -119,7 +119,7 @@ class Shared(NamedTuple):
     """Of that cache, where it is a pool of pages."""
 
 
-def logits(
+def token_logits(
     config: DecoderConfig, params: Params, hidden: Float[Array, "*rows D"]
 ) -> Float[Array, "*rows V"]:
     """Computes float32 logits of hidden states."""

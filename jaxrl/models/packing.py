@@ -208,7 +208,7 @@ class Packing:
         return out
 
 
-def pack_sequences(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
+def pack_streams(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
     """Packs the given sequences into streams, each device's from its own rows.
 
     Args:

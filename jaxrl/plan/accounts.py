@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 
 from jaxrl.config.schema import Config
-from jaxrl.models.batching import padded_width, rows_of
+from jaxrl.models.batching import ladder_width, rows_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import GPU, TPU, fuses, step_kernel_of
 from jaxrl.plan.array_bytes import (
@@ -327,7 +327,7 @@ def grouper(m: Setting) -> Iterable[Entry]:
 @cache
 def _widths(longest: int) -> frozenset[int]:
     """Returns the widths of all batches whose longest sequence has at most so many tokens."""
-    return frozenset(padded_width(n, longest) for n in range(1, longest + 1))
+    return frozenset(ladder_width(n, longest) for n in range(1, longest + 1))
 
 
 ACCOUNTS: dict[str, Callable[[Setting], Iterable[Entry]]] = {

@@ -41,13 +41,7 @@ from jaxrl.roles.microbatch import (
     unit_rows,
 )
 from jaxrl.roles.optimizer import average_dtype, learning_rate
-from jaxrl.roles.run_shapes import (
-    RECOMPUTED,
-    RunArrays,
-    RunShapes,
-    common_remedies,
-    fractions,
-)
+from jaxrl.roles.run_shapes import RECOMPUTED, RunArrays, RunShapes, common_remedies, fractions
 from jaxrl.roles.update import (
     BASE,
     PLANNED,
@@ -59,15 +53,7 @@ from jaxrl.roles.update import (
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import is_primary
-from jaxrl.sharding.reshard import (
-    Rows,
-    checksums,
-    nbytes,
-    piece_programs,
-    put,
-    reshard,
-    to_host,
-)
+from jaxrl.sharding.reshard import Rows, checksums, nbytes, piece_programs, put, reshard, to_host
 from jaxrl.types import (
     AlignedSignal,
     Array,
@@ -473,12 +459,7 @@ def actor_residents(config: Config) -> tuple[Resident, ...]:
             offload=offload.params,
         ),
         Resident(
-            "actor.base",
-            "frozen base weights",
-            base,
-            (update,),
-            "_base",
-            offload=offload.params,
+            "actor.base", "frozen base weights", base, (update,), "_base", offload=offload.params
         ),
         Resident(
             "actor.optimizer",

@@ -139,7 +139,7 @@ def read_reward(path: str | os.PathLike[str]) -> tuple[Path, DecoderConfig]:
     return folder, replace(hf.read_config(folder), tie_embeddings=True)
 
 
-def encode_completion(
+def encode_for_reward(
     tokenizer: Tokenizer,
     prompt: str | Sequence[Message],
     completion: str,
@@ -327,7 +327,7 @@ class RewardModel:
         were too long and lost their beginning."""
         own = self._scorer.tokenizer
         sequences = [
-            encode_completion(
+            encode_for_reward(
                 own, before_last_turn(prompt, completion), completion.whole_text, prompt.inputs
             )
             for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)

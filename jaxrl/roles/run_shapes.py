@@ -25,7 +25,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.section import show_value
 from jaxrl.errors import UserError
 from jaxrl.losses.token_spans import Outcomes
-from jaxrl.models.batching import padded_width, round_up, rows_of
+from jaxrl.models.batching import ladder_width, round_up, rows_of
 from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import Target, Use
@@ -593,7 +593,7 @@ class RunArrays:
         self, role: str, longest: int, batch_tokens: int
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the abstract tokens and mask of a full batch of the longest texts."""
-        width = padded_width(longest, longest)
+        width = ladder_width(longest, longest)
         rows = rows_of(width, batch_tokens) * self.shapes.axes[role].rows
         return tuple(self.array(role, dtype, rows, width) for dtype in (jnp.int32, bool))
 

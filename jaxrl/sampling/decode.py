@@ -326,7 +326,7 @@ def launch(
         active = by_rows(counts < limits, mesh)
         arguments = config, params, cache, SlotTokens(tokens, positions, active), shared
         hidden, cache = decoder.decode_step(*arguments, mesh=mesh, routed=routed)
-        logits = decoder.logits(config, params, hidden)
+        logits = decoder.token_logits(config, params, hidden)
         if mesh is not None:
             # Rows over all axes, and V whole: each row is sampled by one device, in one order of
             # adding. First as the matmul leaves them; else XLA gathers the head's weights instead.

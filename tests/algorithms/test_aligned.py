@@ -76,7 +76,7 @@ def alone(config, params, prompt, tokens):
 @partial(jax.jit, static_argnums=0)
 def forward(config, params, tokens, mask):
     """[1, T, V] logits."""
-    return decoder.logits(config, params, decoder.forward(config, params, tokens, mask))
+    return decoder.token_logits(config, params, decoder.forward(config, params, tokens, mask))
 
 
 CASES = {

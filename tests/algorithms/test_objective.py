@@ -38,7 +38,7 @@ from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.distill import entropy_aware_from_topk
 from jaxrl.losses.divergence import EntropyAware
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.packing import pack_sequences
+from jaxrl.models.packing import pack_streams
 from jaxrl.models.parameters import param_shardings
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import Actor
@@ -121,7 +121,7 @@ def drawn():
 
 def mean_loss(cfg, hidden, kernel, batch, teacher_head):
     mesh = make_mesh(1, 1, 1)
-    evaluate, packing = policy_objective(cfg, MODEL, mesh, V), pack_sequences(batch.sequences, mesh)
+    evaluate, packing = policy_objective(cfg, MODEL, mesh, V), pack_streams(batch.sequences, mesh)
     mask, policy = batch.sequences.loss_mask, batch.policy_mask
     counts = mask.sum(), policy.sum(), policy.any(-1).sum()
     totals = Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))  # as an actor

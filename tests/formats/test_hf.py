@@ -580,4 +580,6 @@ def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     hidden = decoder.forward(config, params, tokens, np.ones_like(tokens, bool))
-    np.testing.assert_allclose(decoder.logits(config, params, hidden), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        decoder.token_logits(config, params, hidden), expected, rtol=0, atol=1e-4
+    )

@@ -54,7 +54,7 @@ def test_a_released_checkpoint_computes_what_transformers_does(tmp_path: Path) -
     params = weights.load_params(hf.SafetensorsFolder(tmp_path), config)
     tokens, mask = batch(config.vocab_size)
     hidden = jax.jit(decoder.forward, static_argnums=0)(config, params, tokens, mask)
-    logits = np.asarray(decoder.logits(config, params, hidden))
+    logits = np.asarray(decoder.token_logits(config, params, hidden))
     expected = np.load(REFERENCES / "mxfp4.npz")["logits"]
     np.testing.assert_allclose(logits[mask], expected[mask], rtol=0, atol=1e-4)
 

@@ -29,7 +29,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.family import LayerKind
-from jaxrl.models.packing import pack_sequences
+from jaxrl.models.packing import pack_streams
 from jaxrl.models.parameters import param_shardings
 from jaxrl.roles.actor import Actor
 from jaxrl.sampling.engine import Engine, SamplingParams
@@ -193,7 +193,7 @@ def test_each_token_that_was_read_has_the_experts_that_a_forward_pass_chooses(
 
     def forward(params, sequences):
         routed.clear()
-        packed = pack_sequences(sequences)
+        packed = pack_streams(sequences)
         decoder.forward_packed(config, params, packed, routed=routed)
         return routed[0].ids, packed.rows[0]
 

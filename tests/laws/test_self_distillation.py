@@ -19,7 +19,7 @@ from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import as_the_teacher_reads, make_rollout
 from jaxrl.data.tasks import correction
 from jaxrl.errors import UserError
-from jaxrl.models.decoder import forward, logits
+from jaxrl.models.decoder import forward, token_logits
 from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
@@ -155,7 +155,9 @@ def test_the_teacher_scores_its_own_prompt_with_the_same_completion(axes):
 
     @jax.jit
     def plain(params, tokens, mask):
-        return jax.nn.log_softmax(logits(config, params, forward(config, params, tokens, mask)))
+        return jax.nn.log_softmax(
+            token_logits(config, params, forward(config, params, tokens, mask))
+        )
 
     for row, (prompt, completion) in enumerate(
         zip(rollout.prompts, rollout.completions, strict=True)

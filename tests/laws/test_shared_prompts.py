@@ -18,7 +18,7 @@ from jaxrl.algorithms.signals import Projection, completion_hidden
 from jaxrl.config.settings import DistillConfig
 from jaxrl.models.batching import round_up
 from jaxrl.models.decoder import forward
-from jaxrl.models.packing import held_tokens, pack_sequences, row_devices
+from jaxrl.models.packing import held_tokens, pack_streams, row_devices
 from jaxrl.roles import actor, microbatch
 from jaxrl.roles.microbatch import rows_of_groups, shared_group, shares
 from jaxrl.roles.reference import Reference
@@ -71,7 +71,7 @@ def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, re
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def run(params, given):
-        packing = pack_sequences(given, mesh)
+        packing = pack_streams(given, mesh)
         hidden = completion_hidden(config, params, packing, mesh, remat=remat)
         assert given.room is None or hidden.shape[1] == given.room[1]
         return value_of(packing.completions.unpack(hidden), given)
@@ -101,7 +101,7 @@ def test_hidden_states_are_those_of_whole_sequences_where_layers_borrow():
 
     @jax.jit
     def run(params, given):
-        packing = pack_sequences(given, mesh)
+        packing = pack_streams(given, mesh)
         hidden = completion_hidden(config, params, packing, mesh)
         return value_of(packing.completions.unpack(hidden), given)[1]
 
@@ -148,7 +148,7 @@ def test_a_stream_too_short_for_its_tokens_is_never_quietly_wrong(group):
 
     @jax.jit
     def run(given):  # of what stands for hidden states
-        packing = pack_sequences(given, mesh)
+        packing = pack_streams(given, mesh)
         return packing.predicting(packing.positions[..., None].astype("float32"), mesh)
 
     for room, right in (((n, m), True), ((n - 1, m), False), ((n, m - 1), False)):
@@ -159,7 +159,7 @@ def test_a_stream_too_short_for_its_tokens_is_never_quietly_wrong(group):
 def flops(given):
     config, params = tiny_model("llama")
     mesh = make_mesh(1, 1, 1)
-    run = jax.jit(lambda p, s: completion_hidden(config, p, pack_sequences(s, mesh), mesh))
+    run = jax.jit(lambda p, s: completion_hidden(config, p, pack_streams(s, mesh), mesh))
     return run.lower(params, given).cost_analysis()["flops"]  # nothing is compiled
 
 

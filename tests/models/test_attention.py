@@ -34,7 +34,7 @@ from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_step_kernel
-from jaxrl.models.packing import pack_sequences
+from jaxrl.models.packing import pack_streams
 from jaxrl.models.parameters import param_shardings
 from jaxrl.sampling.decode import cache_specs
 from jaxrl.types import Sequences
@@ -142,16 +142,15 @@ def block_gradients(
     q: Any,
     k: Any,
     v: Any,
-    lse: Any,
     queries: Any,
     keys: Any,
-    out: Any,
-    d: Any,
+    results: Any,
     *,
     causal: bool,
     window: int | None = None,
 ) -> Any:
     """As FlashAttention-2 has them (arXiv 2307.08691, algorithm 2), of a given normaliser."""
+    lse, out, d = results
     many, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
     probs = jnp.exp(scores(q, k, queries, keys, causal, window) - lse[..., None])
     values, keys_of = (jnp.repeat(x, many, 2) for x in (v, k))
@@ -336,7 +335,7 @@ def of_groups(kernel: str | None, window: int | None) -> tuple[Any, Any]:
     """What `gradients` finds of attention with sinks in streams of groups."""
     tokens, real = whole_rows(64)
     *_, live = rows(64)
-    packing = jax.jit(pack_sequences)(Sequences(tokens, real, live, 2))
+    packing = jax.jit(pack_streams)(Sequences(tokens, real, live, 2))
     n = packing.tokens.shape[1]
     q, k, v = arrays((1, n, N, H), *[(1, n, KV, H)] * 2)
 
@@ -452,7 +451,7 @@ def loss_of_model(
     streams: list[tuple[Entry, int]] = [("streams", 1), ("groups", 2)]
     for entry, group in streams:
         if entry in entries:
-            packing = pack_sequences(Sequences(tokens, mask, live, group), mesh)
+            packing = pack_streams(Sequences(tokens, mask, live, group), mesh)
             hidden = decoder.forward_packed(config, of[entry], packing, mesh=mesh)
             found[entry] = [each.unpack(hidden) for each in packing.rows]
     if "prefill" in entries:
@@ -784,7 +783,7 @@ def test_the_kernel_of_an_accelerator_is_near_matrix_products(
         found = [decoder.forward(config, params, *whole, dtype=jnp.bfloat16)]
         seen = [jnp.where(whole[1][..., None], found[0], 0)]
         for group in (1, 2):
-            packing = pack_sequences(Sequences(*whole, live, group))
+            packing = pack_streams(Sequences(*whole, live, group))
             found += [decoder.forward_packed(config, params, packing, dtype=jnp.bfloat16)]
             seen += [rows.unpack(found[-1]) for rows in packing.rows]
         found, seen = ([x.astype(jnp.float32) for x in each] for each in (found, seen))

@@ -30,7 +30,7 @@ from tiny_models import (
 from jaxrl.formats import weights
 from jaxrl.models import decoder, parameters
 from jaxrl.models.family import LayerKind
-from jaxrl.models.packing import pack_sequences
+from jaxrl.models.packing import pack_streams
 from jaxrl.models.parameters import param_shardings
 from jaxrl.types import Sequences
 
@@ -38,7 +38,7 @@ from jaxrl.types import Sequences
 @partial(jax.jit, static_argnames=("config", "dtype", "mesh"))
 def computed(config: Any, params: Any, tokens: Any, mask: Any, **options: Any) -> jax.Array:
     hidden = decoder.forward(config, params, tokens, mask, **options)
-    return decoder.logits(config, params, hidden)
+    return decoder.token_logits(config, params, hidden)
 
 
 def logits(config: Any, params: Any, tokens: Any, mask: Any, **options: Any) -> np.ndarray:
@@ -189,12 +189,12 @@ def test_prefill_then_decode_is_forward(name: str) -> None:
     @jax.jit
     def prefill(params: Any, tokens: Any, mask: Any) -> Any:
         hidden, cache = decoder.prefill(config, params, tokens, mask)
-        return decoder.logits(config, params, hidden), cache
+        return decoder.token_logits(config, params, hidden), cache
 
     @jax.jit
     def step(params: Any, *rest: Any) -> Any:
         hidden, cache = decoder.decode_step(config, params, *rest)
-        return decoder.logits(config, params, hidden), cache
+        return decoder.token_logits(config, params, hidden), cache
 
     mask = np.arange(width)[None] < lengths[:, None]
     first, prompts = prefill(params, tokens[:, :width], mask)
@@ -259,7 +259,7 @@ def test_a_window_as_long_as_the_sequence_is_full_attention_bit_for_bit() -> Non
     @partial(jax.jit, static_argnums=(0, 1))
     def run(packed: bool, config: Any, params: Any) -> list[jax.Array]:
         rows = decoder.forward(config, params, tokens, mask)
-        return [rows, *[decoder.forward_packed(config, params, pack_sequences(given))] * packed]
+        return [rows, *[decoder.forward_packed(config, params, pack_streams(given))] * packed]
 
     def of_window(window: int | None, packed: bool = True) -> list[np.ndarray]:
         kinds = (LayerKind(window), LayerKind())
@@ -385,7 +385,7 @@ def gradient_program(name: str, reduce_in_float32: bool) -> Any:
 
     def loss(params: Any) -> jax.Array:
         hidden = decoder.forward(config, params, tokens, mask, dtype=jnp.bfloat16)
-        return decoder.logits(config, params, hidden).astype(jnp.float32).sum()
+        return decoder.token_logits(config, params, hidden).astype(jnp.float32).sum()
 
     return jax.make_jaxpr(jax.grad(loss))(params).jaxpr
 

@@ -17,7 +17,7 @@ from jaxrl.models import decoder, delta, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta, Filters, Inputs, Recurrent
 from jaxrl.models.family import LayerKind
-from jaxrl.models.packing import pack_sequences
+from jaxrl.models.packing import pack_streams
 from jaxrl.types import Sequences
 
 SIZES = Delta(k_heads=2, v_heads=4, k_dim=8, v_dim=6)
@@ -123,7 +123,7 @@ def scored(
 
     def run(params: Any) -> tuple[jax.Array, jax.Array]:
         if group:
-            packing = pack_sequences(Sequences(tokens, mask, LIVE, group), mesh)
+            packing = pack_streams(Sequences(tokens, mask, LIVE, group), mesh)
             hidden = decoder.forward_packed(config, params, packing, mesh=mesh)
             own = packing.completions.unpack(packing.predicting(hidden, mesh))
         else:
@@ -181,7 +181,7 @@ def test_a_stream_is_read_as_its_rows_are(group: int) -> None:
 
     @jax.jit
     def read(*each: Inputs) -> tuple[jax.Array, list[jax.Array]]:
-        packing = pack_sequences(Sequences(tokens, mask, LIVE, group), mesh)
+        packing = pack_streams(Sequences(tokens, mask, LIVE, group), mesh)
         parts = [jax.tree.map(at.pack, x) for at, x in zip(packing.rows, each, strict=True)]
         stream = jax.tree.map(lambda *x: sum(x), *parts)
         found, _ = delta.recur_packed(SIZES, mesh, packing)(stream, filters)

@@ -20,7 +20,7 @@ from jaxrl.models import decoder, experts, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import ExpertKernel
 from jaxrl.models.lora import Lora, dequantise, quantise
-from jaxrl.models.packing import pack_sequences
+from jaxrl.models.packing import pack_streams
 from jaxrl.models.rope import YarnRope
 from jaxrl.types import Sequences
 
@@ -294,7 +294,7 @@ def test_streams_route_as_rows_do_on_any_mesh(name: str) -> None:
     sequences = Sequences(tokens, mask, mask[:, 9:], group=2)
 
     def run(params: Any, sequences: Sequences, mesh: Any) -> Any:
-        packing, routed = pack_sequences(sequences, mesh), list[Any]()
+        packing, routed = pack_streams(sequences, mesh), list[Any]()
         hidden = decoder.forward_packed(config, params, packing, mesh=mesh, routed=routed)
         rows = packing.completions.unpack(packing.predicting(hidden, mesh).sum(-1))
         return rows, routed[0].ids
@@ -327,7 +327,7 @@ def test_the_balance_of_experts_is_that_of_transformers(name: str, graded: bool)
     tokens, mask = batch(config.vocab_size)
 
     def balance(params: Any, mask: Any, mesh: Any) -> jax.Array:
-        packing, routed = pack_sequences(Sequences(tokens, mask, mask[:, 9:]), mesh), list[Any]()
+        packing, routed = pack_streams(Sequences(tokens, mask, mask[:, 9:]), mesh), list[Any]()
         decoder.forward_packed(config, params, packing, mesh=mesh, routed=routed, remat="full")
         passed = experts.tokens_of_experts(mixture, routed[0], packing.copies)
         return experts.balance_loss(mixture, routed[0], passed)

@@ -20,7 +20,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import compiling_for, target_of
-from jaxrl.models.packing import pack_sequences
+from jaxrl.models.packing import pack_streams
 from jaxrl.models.parameters import param_shardings
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.sharding.axes import Axes
@@ -78,7 +78,7 @@ def compiled(
     )
 
     def loss(params: Any, given: Sequences) -> jax.Array:
-        packing = pack_sequences(given, mesh)
+        packing = pack_streams(given, mesh)
         options: Any = {"mesh": mesh, "dtype": dtype, "remat": "full"}
         found = decoder.forward_packed(model, params, packing, **options)
         return found.astype(jnp.float32).sum()

@@ -95,7 +95,7 @@ def test_a_model_of_one_length_samples_what_it_scores() -> None:
     @partial(jax.jit, static_argnums=0)
     def whole_pass(config: DecoderConfig, params: Any, tokens: Any) -> jax.Array:
         hidden = decoder.forward(config, params, tokens, jnp.ones_like(tokens, bool))
-        return jax.nn.log_softmax(decoder.logits(config, params, hidden), -1)
+        return jax.nn.log_softmax(decoder.token_logits(config, params, hidden), -1)
 
     for prompt, (completion,) in zip(prompts, found, strict=True):
         tokens = np.array([[*prompt, *completion.tokens]], np.int32)

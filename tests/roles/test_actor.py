@@ -23,7 +23,7 @@ from jaxrl.data.batch import pack_sequences
 from jaxrl.errors import RunError
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import forward, logits
+from jaxrl.models.decoder import forward, token_logits
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join_adapters, merge_adapters
 from jaxrl.models.parameters import head, param_shardings, unstack
 from jaxrl.roles.actor import Actor, Receiver
@@ -156,7 +156,7 @@ def reference(tmp_path_factory):
 
 def dense_logits(params, tokens, mask):
     """Those that the completions are drawn from."""
-    return logits(MODEL, params, forward(MODEL, params, tokens, mask)[:, 5:-1])
+    return token_logits(MODEL, params, forward(MODEL, params, tokens, mask)[:, 5:-1])
 
 
 def test_the_step_is_the_gradient_of_the_dense_loss_over_the_global_count(reference):

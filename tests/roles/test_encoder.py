@@ -30,7 +30,7 @@ from jaxrl.errors import UserError
 from jaxrl.formats.hub import find_folder
 from jaxrl.formats.weights import load_encoder
 from jaxrl.models import bert
-from jaxrl.models.batching import batches, padded_width, run_batches
+from jaxrl.models.batching import batches, ladder_width, run_batches
 from jaxrl.models.bert import EncoderConfig, read_encoder
 from jaxrl.roles.grouper import Encoder, Grouper, embed, encode_batch
 
@@ -150,7 +150,7 @@ def test_batches_hold_every_sequence_once_in_few_shapes() -> None:
         assert not batch.mask[len(batch.rows) :].any()
     full = [batch for batch in found[:-1] if len(batch.rows) < len(batch.tokens)]
     assert full == [] and len({batch.tokens.shape for batch in found}) <= 10
-    assert [padded_width(n, 100) for n in (1, 5, 9, 17, 24, 25, 33, 48, 49, 65, 97)] == [
+    assert [ladder_width(n, 100) for n in (1, 5, 9, 17, 24, 25, 33, 48, 49, 65, 97)] == [
         *(4, 6, 12, 24, 24, 32, 48, 48, 64, 96, 100)
     ]
 

@@ -31,7 +31,7 @@ from jaxrl.roles.reward import (
     RewardModel,
     RewardScorer,
     RewardSource,
-    encode_completion,
+    encode_for_reward,
     encode_text,
     open_reward,
     score_batch,
@@ -126,14 +126,14 @@ def test_texts_are_scored_as_they_are_and_chats_by_the_template(
 def test_a_prompt_is_rendered_with_its_completion() -> None:
     chatty, plain = tiny_tokenizer(), tiny_tokenizer(template=None)
     as_ids = chatty(CHATML)["input_ids"]
-    assert list(encode_completion(chatty, CHAT, "yo")) == as_ids
-    assert list(encode_completion(chatty, "hi", "yo")) == as_ids
-    assert plain.decode(encode_completion(plain, "hi ", "yo")) == "hi yo"
+    assert list(encode_for_reward(chatty, CHAT, "yo")) == as_ids
+    assert list(encode_for_reward(chatty, "hi", "yo")) == as_ids
+    assert plain.decode(encode_for_reward(plain, "hi ", "yo")) == "hi yo"
     with pytest.raises(UserError, match="reward model's tokenizer has no chat template"):
-        encode_completion(plain, CHAT, "yo")
+        encode_for_reward(plain, CHAT, "yo")
     refuses = tiny_tokenizer(template="{{ raise_exception('no system') }}")
     with pytest.raises(UserError, match="refuses messages of user, assistant: no system"):
-        encode_completion(refuses, CHAT, "yo")
+        encode_for_reward(refuses, CHAT, "yo")
 
 
 def test_the_model_reads_the_tools_that_the_policy_reads() -> None:

@@ -119,7 +119,7 @@ def assert_same(a: dict[int, list[Completion]], b: dict[int, list[Completion]]) 
 def full_logits(tokens: jax.Array, length: jax.Array) -> jax.Array:
     mask = jnp.arange(tokens.shape[0])[None] < length
     hidden = decoder.forward(CONFIG, params(), tokens[None], mask)
-    return decoder.logits(CONFIG, params(), hidden)[0]
+    return decoder.token_logits(CONFIG, params(), hidden)[0]
 
 
 def teacher_forced(prompt: Sequence[int], completion: Completion) -> np.ndarray:

@@ -126,7 +126,7 @@ def assert_same(some: list[Completion], others: list[Completion], tolerance: flo
 @partial(jax.jit, static_argnums=0)
 def logprobs_of(config: DecoderConfig, tokens: Any, mask: Any) -> jax.Array:
     hidden = decoder.forward(config, params(), tokens[None], mask[None])
-    return jax.nn.log_softmax(decoder.logits(config, params(), hidden)[0])
+    return jax.nn.log_softmax(decoder.token_logits(config, params(), hidden)[0])
 
 
 def learned(config: DecoderConfig, number: int, completion: Completion) -> np.ndarray:

@@ -127,7 +127,7 @@ def reference(config: DecoderConfig) -> list[Completion]:
 def learned(config: DecoderConfig, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     tree = params(config)
     hidden = decoder.forward(config, tree, tokens[None], mask[None])
-    return jax.nn.log_softmax(decoder.logits(config, tree, hidden)[0])
+    return jax.nn.log_softmax(decoder.token_logits(config, tree, hidden)[0])
 
 
 def assert_exact(completions: list[Completion], config: DecoderConfig) -> None:

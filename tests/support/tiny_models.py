@@ -135,7 +135,7 @@ def loss_and_logits(
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of -log p(token t+1) where tokens t and t+1 are both valid, nats; and the logits [B, T,
     V]."""
-    logits = decoder.logits(
+    logits = decoder.token_logits(
         config, params, decoder.forward(config, params, tokens, mask, **options)
     )
     logprobs = jax.nn.log_softmax(logits[:, :-1], -1)

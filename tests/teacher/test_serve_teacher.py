@@ -947,7 +947,7 @@ def true_logprobs(service: ScoringService) -> Callable[..., Any]:
     @jax.jit
     def logprobs(tokens: Any) -> Any:
         hidden = decoder.forward(config, params, tokens, jnp.ones(tokens.shape, bool))
-        return jax.nn.log_softmax(decoder.logits(config, params, hidden), -1)
+        return jax.nn.log_softmax(decoder.token_logits(config, params, hidden), -1)
 
     return logprobs
 

@@ -334,11 +334,7 @@ UNIFIED: JsonObject = {
     "hidden_size_per_layer_input": 0,
 }
 """What a `config.json` of the model whose images pass no encoder leaves out where it is this."""
-WITHOUT = (
-    "hidden_size_per_layer_input",
-    "vocab_size_per_layer_input",
-    "enable_moe_block",
-)
+WITHOUT = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")
 """What it does not have."""
 
 
