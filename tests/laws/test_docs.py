@@ -196,7 +196,7 @@ def run_smaller(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     if page.name == "add-a-model-family.md":
         for module, name in (
             (decoder, "forward"),
-            (decoder, "logits"),
+            (decoder, "token_logits"),
             (parameters, "init_params"),
         ):
             monkeypatch.setattr(module, name, one_program(getattr(module, name)))
