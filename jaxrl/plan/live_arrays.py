@@ -594,13 +594,15 @@ class _Walk:
         return bool(self.platform == CPU and v.aval.dtype == jnp.bfloat16)
 
     def gathered(self, e: _Equation, xs: list[_Value], outs: list[Dims]) -> dict[Any, int]:
-        """Returns the bytes of each operand that the devices gather, with those of the part."""
+        """Returns the bytes of each operand that the devices gather, with those of the part: what a
+        constraint asks for, and weights, over the axes that divide the batch which they meet."""
+        of_batch = {axis for x in xs if x.batch for axes in x.dims for axis in axes}
         found = {}
         for v, x in zip(e.invars, xs, strict=True):
             if e.name == "sharding_constraint":
                 dims = outs[0]
-            elif e.name == "dot_general" and not x.batch and any(y.batch for y in xs):
-                dims = ()
+            elif e.name == "dot_general" and not x.batch:
+                dims = tuple(tuple(a for a in axes if a not in of_batch) for axes in x.dims)
             else:
                 continue
             part, whole = self.local(v, x.dims), self.local(v, dims)
