@@ -123,7 +123,7 @@ def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Pl
     if plan.hopeless:
         lines = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
         raise UserError("\n".join(lines))
-    job = replace(job, config=plan.config, teacher=replace(job.teacher, config=plan.config))
+    job = replace(job, config=plan.config, teacher=job.teacher.with_config(plan.config))
     if fetch_models(plan.config):  # last, because downloads take longest
         models = job.student, *job.teacher.models.values()
         for source in models:  # their tensors may not fit their configs

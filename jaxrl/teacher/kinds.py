@@ -126,6 +126,10 @@ class Teacher:
         """Returns the aligner, in this process."""
         return cloudpickle.loads(self.aligner) if isinstance(self.aligner, bytes) else self.aligner
 
+    def with_config(self, config: Config) -> Self:
+        """Returns the teacher with the config of the plan, which has the dtypes."""
+        return replace(self, config=config)
+
     def packed(self) -> Self:
         """Returns the teacher for another process, where only its role unpacks its tokenizers:
         transformers takes a second to import."""
@@ -467,6 +471,9 @@ class StoredScores(Teacher):
     def stored_config(cls, config: Config) -> DecoderConfig | None:
         folder = config.teacher.cache
         return None if config.teacher_models or folder is None else ScoreCache(folder).config
+
+    def with_config(self, config: Config) -> Self:
+        return replace(self, config=config, beside=self.beside and self.beside.with_config(config))
 
     def packed(self) -> Self:
         return replace(super().packed(), beside=self.beside and self.beside.packed())

@@ -635,6 +635,17 @@ def test_another_teacher_beside_the_cache_is_refused(desk: Path, caches: dict[st
         prepare_run(Config.load(None, keys(desk, *mixed, other, "mesh=actor+rollout=1")))
 
 
+def test_a_model_beside_the_cache_computes_in_the_dtype_of_the_plan(
+    desk: Path, caches: dict[str, Path]
+) -> None:
+    mixed = ["distill.on_policy_fraction=0.5", f"teacher.cache={caches['hidden']}", live(desk)]
+    mixed += ["mesh=actor+rollout+teacher=1", "teacher.dtype=null"]
+    job, plan = prepare_run(Config.load(None, keys(desk, *mixed)))
+    assert isinstance(job.teacher, StoredScores) and job.teacher.beside is not None
+    assert job.teacher.config is job.teacher.beside.config is plan.config
+    assert plan.config.teacher.compute_dtype == "float32"
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
