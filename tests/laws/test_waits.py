@@ -100,7 +100,7 @@ LOOKS = "a look at something, every so often or for a second or two"
 IS_THERE = "what it asks for is there"
 CALLER = "whoever calls it says so: "
 SILENT = {
-    ("algorithms/sampled_batch.py", "refilled"): ROLES,
+    ("algorithms/sampled_batch.py", "refill_batch"): ROLES,
     (
         "aot/compile_report.py",
         "_compiled",
