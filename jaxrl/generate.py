@@ -156,8 +156,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _took(stats: EngineStats, compiled: Compilations) -> str:
-    """Returns what sampling took: all of it, the compiler's part, and the speed of decoding alone,
-    from launches that compiled nothing, where these sampled enough tokens to tell it."""
+    """Writes the seconds of sampling: all of it, the compiler's part, and the speed of decoding
+    alone, from launches that compiled nothing, where these sampled enough tokens to tell it."""
     text = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s"
     if compiled.programs:
         text += (

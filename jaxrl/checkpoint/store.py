@@ -125,7 +125,7 @@ def _checksum_of(manifest: JsonObject) -> int:
 
 
 def _contradiction(path: Path, manifest: Manifest) -> str | None:
-    """Returns what a manifest says that its folder, or another of its fields, denies."""
+    """Finds a field of a manifest that contradicts its folder or another field."""
     if (
         path.parent.name == FOLDER
         and _STEP.fullmatch(path.name)
@@ -164,7 +164,7 @@ def verify(checkpoint: Checkpoint, only: str | None = None) -> None:
 
 
 def look(ask: Callable[[Path], T], path: Path) -> T | None:
-    """Returns what `ask` says of a path; None where there is nothing.
+    """Calls `ask` on a path; returns None where there is nothing.
 
     Raises:
         UserError: that cannot be told now, as of a disk that does not answer or is not mounted.
@@ -244,7 +244,7 @@ def _unfinished(run_dir: Path) -> list[Path]:
 
 
 def _foreign(path: Path) -> str:
-    """Returns what is wrong where something that no save writes is in the place of a checkpoint."""
+    """Says what is wrong with a path in the place of a checkpoint that no save wrote."""
     if not path.is_dir():
         return "is no folder" if os.path.lexists(path) else ""
     with os.scandir(path) as parts:

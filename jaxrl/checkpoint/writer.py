@@ -165,7 +165,7 @@ class Written:
 
 
 def _worth(row: Row) -> float | None:
-    """Returns what the best checkpoints are kept by: the accuracy of an evaluation, or its reward
+    """Returns the figure that ranks checkpoints: the accuracy of an evaluation, or its reward
     by an environment where nothing else judges; None without an evaluation."""
     return row.get("eval/accuracy", row.get("eval/environment_reward"))
 

@@ -18,7 +18,7 @@ PREFIX = "builtin:"
 
 
 def builtin_configs() -> dict[str, str]:
-    """Returns what each built-in config trains, in one line, by its name without `builtin:`."""
+    """Describes each built-in config in one line, by its name without `builtin:`."""
     comments = {path.stem: _comment(path).split() for path in sorted(FOLDER.glob("*.yaml"))}
     # The first clause of the comment at the top of the file.
     return {name: re.split(r"[.:;]\s", " ".join(w), maxsplit=1)[0] for name, w in comments.items()}

@@ -331,7 +331,7 @@ def _as_messages(first: Prompted) -> list[Message]:
 
 
 def observed(result: object) -> Observation:
-    """Returns what `step` returned. Raises UserError where it is no answer."""
+    """Checks the result of `step`. Raises UserError where it is no answer."""
     if isinstance(result, Answer):
         result = {key: getattr(result, key) for key in KEYS}
     if not isinstance(result, Mapping):
@@ -361,7 +361,7 @@ def observed(result: object) -> Observation:
 
 
 def first_messages(result: object) -> tuple[Message, ...] | str:
-    """Returns what `reset` returned. Raises UserError where that is no prompt."""
+    """Checks the result of `reset`. Raises UserError where it is no prompt."""
     text = isinstance(result, str) and result
     given = [{"role": "user", "content": text}] if text else result
     messages = checked_messages(given, "reset", (*ROLES, "assistant"))

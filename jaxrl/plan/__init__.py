@@ -492,9 +492,8 @@ def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str
 def _elsewhere(
     config: Config, inputs: PlanInputs
 ) -> tuple[list[str], list[str], int | None] | None:
-    """Returns what the run would take on GPUs, with a line for each of the usual sizes; what would
-    help on those that are too small; and the smallest that is large enough. None for models that
-    fit anywhere.
+    """Plans the run for GPUs: a line for each of the usual sizes, the advice for those that are too
+    small, and the smallest that is large enough. None for models that fit anywhere.
 
     What each GPU needs is counted with the axes that the roles get on the smallest size that fits.
     Sizes of less than half of that have one line together, and no advice.

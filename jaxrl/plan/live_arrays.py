@@ -184,7 +184,7 @@ def _called(e: Any) -> Any:
 
 
 def live_arrays(program: Program) -> Live:
-    """Returns what a program needs on one device beside its arguments."""
+    """Walks a program for the arrays that it needs on one device beside its arguments."""
     traced = program.jitted.trace(*program.args, **program.kwargs)
     arguments = program.args, program.kwargs
     jaxpr = traced.jaxpr.jaxpr
@@ -447,8 +447,8 @@ class _Walk:
         values: dict[Any, _Value],
         constants: frozenset[Any],
     ) -> set[Any]:
-        """Returns what XLA computes before a loop: what its constants alone decide, if it is no
-        larger than they are."""
+        """Finds the equations that XLA computes before a loop: those that its constants alone
+        decide, if their results are no larger than the constants."""
         begun = set[Any]()
         for step in steps:
             if step.roots and step.roots <= constants | begun:
@@ -492,7 +492,7 @@ class _Walk:
             )
 
         def written_as(v: Any) -> Any:
-            """Returns what is computed from a variable that nothing else reads."""
+            """Follows a variable through its chain of single, fused readers to the last result."""
             while len(read := readers.get(v, [])) == 1 and read[0].name in FUSED:
                 v = read[0].outvars[0]
                 if v in stored:

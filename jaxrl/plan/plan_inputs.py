@@ -56,7 +56,7 @@ class Account:
 
     @property
     def kept(self) -> tuple[Entry, ...]:
-        """Returns what is resident."""
+        """Returns the residents' entries."""
         return tuple(entry for entry in self.entries if entry.phase is None)
 
     @property

@@ -136,7 +136,7 @@ class Plan:
         return "\n".join((*self._role_lines(width), *lines)) + "\n"
 
     def console_text(self, width: int = WIDTH) -> str:
-        """Returns what a run prints of its plan: all of it on accelerators. On a CPU the roles and
+        """Writes the plan for the console: all of it on accelerators. On a CPU the roles and
         the verdict, and notes up to `BRIEF_LINES`; `plan.txt` has the others."""
         if not self.inputs.on_cpu:
             return self.text(width)

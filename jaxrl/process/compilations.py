@@ -25,7 +25,7 @@ class Compilations:
         return Compilations(self.programs + other.programs, self.seconds + other.seconds)
 
     def since(self, before: Compilations) -> Compilations:
-        """Returns what came after `before`; never negative, though a new process starts from 0."""
+        """Subtracts `before`; never negative, though a new process starts from 0."""
         programs, seconds = self.programs - before.programs, self.seconds - before.seconds
         return Compilations(max(0, programs), max(0.0, seconds))
 
@@ -37,7 +37,7 @@ _running: dict[int, list[str]] = {}
 
 
 def compilations() -> Compilations:
-    """Returns what this process has compiled so far."""
+    """Returns the compilations of this process so far."""
     return _so_far
 
 

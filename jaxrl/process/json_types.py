@@ -43,15 +43,14 @@ def _small_int(text: str) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """Returns what a file holds. Raises OSError, also for what is no file: a pipe would be waited
-    for."""
+    """Reads a file. Raises OSError, also for a path that is no file: a pipe would be waited for."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no file", str(path))
     return path.read_bytes()
 
 
 def finite(value: object) -> float | None:
-    """Returns what a user's function returned, as a float; None if it is no finite number: a text,
+    """Converts the result of a user's function to a float; None if it is no finite number: a text,
     an array of several numbers, a whole number that no float holds, infinity."""
     try:
         number = float(value) if hasattr(value, "__float__") else math.nan

@@ -148,7 +148,7 @@ def _with_imports(first: Sequence[Path], beside: Sequence[str] = ()) -> tuple[tu
 
 @lru_cache(1024)
 def _imports(text: bytes) -> list[tuple[int, list[str]]]:
-    """Returns what the import statements of a file name: how many folders up, and the words."""
+    """Lists the imports of a file: how many folders up, and the words."""
     found = []
     with suppress(SyntaxError, ValueError, RecursionError):
         for node in ast.walk(ast.parse(text)):

@@ -250,7 +250,7 @@ class UserProcess:
         return (None, None) if first is None else (calls[ends.index(first)], first)
 
     async def late(self, call: SentCall) -> Lost:
-        """Returns what to raise about a call that is late, with the stack of the process."""
+        """Returns the error of a call that is late, with the stack of the process."""
         seconds = min(call.limit, self._timeout) if call.begun else call.limit
         # A process that is none of its own may have the id that the user's code has written.
         if self.worker in [child.pid for child in family(self._guard.pid)]:
@@ -363,7 +363,7 @@ class UserCodePool(ABC, Generic[Facts]):
         """Takes a process into use that has loaded the code."""
 
     def facts(self) -> Facts:
-        """Returns what the code is; waits until a process has loaded it.
+        """Describes the code; waits until a process has loaded it.
 
         Raises:
             UserError: it cannot be loaded.
@@ -542,5 +542,5 @@ def _loop_time(end: float | None) -> float | None:
 
 
 def no_answer(text: str) -> Lost:
-    """Returns what to raise about an answer, as JSON, that is none."""
+    """Returns the error of an answer that is no valid JSON answer."""
     return Lost("exception", f"it wrote something that is not an answer: {short(text)}")

@@ -213,7 +213,7 @@ def ignore_absent_accelerators() -> None:
 
 
 def value_of(flag: str) -> str | None:
-    """Returns what the environment sets a flag such as `--xla_x` to; None where it does not."""
+    """Returns the value of a flag such as `--xla_x` in the environment; None where it has none."""
     values = dict(each.partition("=")[::2] for each in os.environ.get(VARIABLE, "").split())
     return values.get(flag)
 

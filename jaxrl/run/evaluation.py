@@ -135,7 +135,7 @@ COUNTS = ("unjudged", "environment_failures")
 def _description(
     groups: Sequence[Sequence[Completion]], scores: Sequence[Sequence[float | None]]
 ) -> dict[str, float]:
-    """Returns what a row has of the completions of one set, beside how well they were judged."""
+    """Returns the metrics of one set's completions, beside how well they were judged."""
     counts = SampleCounts.of(len(groups), [one for group in groups for one in group])
     n = counts.completions
     row = {

@@ -78,8 +78,8 @@ FIRST_ROWS = 16
 
 
 def token_notes(config: Config, source: ModelSource, tokenizer: Tokenizer) -> list[str]:
-    """Returns what a reader should know of a tokenizer that says other things than the model's
-    config: tokens without a row in the embedding, and another end token.
+    """Returns notes about a tokenizer that contradicts the model's config: tokens without a row in
+    the embedding, and another end token.
 
     Raises:
         UserError: there are tokens without a row, and an environment, whose texts are only known
@@ -188,8 +188,8 @@ def held_out_sets(
 
 
 def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Verifier) -> list[str]:
-    """Returns what a reader should know of each set before anything is sampled: its size, what was
-    left out or cut, and prompts without an answer that the verifier can judge by."""
+    """Returns notes about each set before anything is sampled: its size, rows left out or cut, and
+    prompts without an answer that the verifier can judge by."""
     longer = f"longer than max_prompt_tokens={config.max_prompt_tokens}"
     if config.teacher.prompt is not None and config.evaluates_teacher:
         longer += f", or for the teacher {config.teacher_prompt_tokens},"
@@ -304,7 +304,7 @@ class Job(Setup):
         first_prompts: Mapping[Split, Sequence[Prompt]] = MappingProxyType({}),
         opened: Mapping[str, str] = MappingProxyType({}),
     ) -> Setup:
-        """Returns what workers need of the job, once meshes and folder are known."""
+        """Returns the workers' part of the job, once meshes and folder are known."""
         kept = {one.name: getattr(self, one.name) for one in fields(Setup)}
         multiple = math.lcm(*(sizes.rows for sizes in axes.values()))
         return replace(

@@ -188,7 +188,7 @@ def entries(
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Returns what metrics and messages call it, as in `reward/NAME/...`."""
+    """Returns the name of a function in metrics and messages, as in `reward/NAME/...`."""
     own = getattr(_inner(function), "__name__", type(function).__name__)
     return re.sub(r"\W+", "_", own).strip("_")
 

@@ -104,7 +104,7 @@ class ClusterDevice:
 
 
 def ask_driver(share: float | None) -> Keywords:
-    """Returns what the driver of the GPUs of this host tells of them, as fields of `Host`.
+    """Asks the driver of this host's GPUs for their facts, as fields of `Host`.
 
     Args:
         share: what the user of the run has set; it counts before what is set on this host.

@@ -137,7 +137,7 @@ class ScoreManifest(ProtocolMessage):
 
 
 def sampling_of(config: Config, end_ids: Sequence[int]) -> dict[str, JsonValue]:
-    """Returns what the teacher's samples depend on beside model and prompts, by the config's keys;
+    """Returns the settings that the teacher's samples depend on beside model and prompts, by key;
     nothing where it samples none."""
     if not config.distill.seq_kd:
         return {}
@@ -362,7 +362,7 @@ class StoredTensors:
 
 
 def _signature(path: Path) -> tuple[int, ...]:
-    """Returns what changes where a file is written or replaced."""
+    """Returns numbers of a file that change when it is written or replaced."""
     found = os.stat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns
 

@@ -135,7 +135,7 @@ class Endpoint:
         most: int = MOST_WORDS,
         end: float | None = None,
     ) -> Answer:
-        """Returns what `read` makes of the answer.
+        """Asks the server, and reads the answer with `read`.
 
         Connection errors and `TEMPORARY` statuses are tried again until the deadline, after the
         time that the server asks for; 500, and an answer that `read` cannot read (`UNREADABLE`), a
@@ -301,7 +301,7 @@ class TeacherClient:
     def score(
         self, sequences: Sequences, ids: np.ndarray | None, distill: DistillConfig, vocab_size: int
     ) -> TeacherSignal:
-        """Returns what `distill.signal` asks of each completion position, as numpy arrays.
+        """Fetches the signal of `distill.signal` at each completion position, as numpy arrays.
 
         Sent in as many requests, one after the other, as the server's limits ask for.
 
@@ -511,8 +511,8 @@ class CompletionsClient:
 def _side_by_side(
     call: Callable[[Given], Answer], given: Iterable[Given], at_once: int
 ) -> list[Answer]:
-    """Returns what `call` makes of each, in so many threads. With the first error what has not
-    begun is dropped; no process waits at its end for what has, as it would for an executor's."""
+    """Maps `call` over items in so many threads. With the first error, calls that have not begun
+    are dropped; no process waits at its end for the others, as it would for an executor's."""
     asked = [(one, Future[Answer]()) for one in given]
     left, answers = iter(asked), [answer for _, answer in asked]
 

@@ -267,7 +267,7 @@ class ScoringService:
         return {HEAD: np.asarray(parameters.head(self.params))}
 
     def ready(self, request: protocol.Request) -> Answer | None:
-        """Returns what `compile` returns if all programs of the request are there, else None."""
+        """Returns the result of `compile` if all programs of the request are there, else None."""
         keys = [key for key, _, _ in self._slices(request)]
         with self._lock:
             there = all(key in self._programs for key in keys)

@@ -99,8 +99,8 @@ def connect(config: RayConfig, placement: Placement) -> Visible:
 def find_seats(
     config: RayConfig, placement: Placement, look_at: Callable[[], list[Host]]
 ) -> tuple[Kind, tuple[ProcessSlot, ...]]:
-    """Returns what the devices are, and where each process goes. What ended a moment ago gets a
-    while to leave the cluster."""
+    """Returns the kind of the devices, and the place of each process. A process that ended a moment
+    ago gets a while to leave the cluster."""
     end = time.monotonic() + FREE_S
     with waiting("what the Ray cluster has, and that it is free"):
         while True:

@@ -154,8 +154,8 @@ def _read_address(head: subprocess.Popen[bytes]) -> str:
 
 
 def resolution() -> str:
-    """Returns what `localhost` is here where that is not what Ray's processes listen on, as a part
-    of a sentence: they may then wait for each other for minutes."""
+    """Says, as a part of a sentence, how `localhost` resolves here where Ray's processes do not
+    listen on that address: they may then wait for each other for minutes."""
     try:
         found = {x[4][0] for x in socket.getaddrinfo("localhost", None, proto=socket.IPPROTO_TCP)}
     except OSError as error:

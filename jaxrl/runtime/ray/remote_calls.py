@@ -188,7 +188,7 @@ class RemoteRef:
 
 
 def _get_all(refs: Sequence[ray.ObjectRef], check: Callable[[], None]) -> list[Any]:
-    """Returns what processes packed; `check` may end the wait."""
+    """Fetches the parcels of processes; `check` may end the wait."""
     waiting = list(refs)
     while waiting:
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
@@ -197,7 +197,7 @@ def _get_all(refs: Sequence[ray.ObjectRef], check: Callable[[], None]) -> list[A
 
 
 def fetched(place: object) -> Any:
-    """Returns what lies at a place in a parcel."""
+    """Fetches the value at a place in a parcel."""
     if not isinstance(place, ray.ObjectRef):
         return place  # in the parcel itself
     try:
