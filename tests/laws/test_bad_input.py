@@ -587,11 +587,11 @@ def test_a_gguf_file_that_announces_too_much(desk: Desk) -> None:
         desk.refused(desk.argv("student.model=x.gguf"), "x.gguf", told)
 
 
-def test_a_chat_template_that_does_not_end(desk: Desk) -> None:
+def test_a_chat_template_that_fails(desk: Desk) -> None:
     desk.write("chats.jsonl", '{"messages": [{"role": "user", "content": "1+1="}]}\n' * 2)
-    twice = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    wide = "{% for a in range(100001) %}{% endfor %}"  # jinja's sandbox takes 100,000
     itself = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
-    for template, told in ((twice, "does not end"), (itself, "recursion"), ("{{ 1/0 }}", "zero")):
+    for template, told in ((wide, "Range too big"), (itself, "recursion"), ("{{ 1/0 }}", "zero")):
         folder = Path(shutil.copytree(desk.pair / "student", desk.here / "x", dirs_exist_ok=True))
         tiny_tokenizer(template).save_pretrained(folder)
         asked = ["data.train=chats.jsonl", "data.eval=null", "max_prompt_tokens=50"]
