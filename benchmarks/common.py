@@ -123,6 +123,11 @@ def ceilings(dtype: Any, *shapes: tuple[int, int, int]) -> Ceilings:
     return Ceilings(max(found.values()), read_bandwidth(BIG), at)
 
 
+def tree_bytes(tree: Any) -> int:
+    """Counts the bytes of the arrays of `tree`, each array once however it is replicated."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
 def copy_seconds(nbytes: int) -> float:
     """A plain copy of so many bytes in the host's memory."""
     source = np.ones(nbytes, np.uint8)

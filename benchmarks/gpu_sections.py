@@ -48,7 +48,7 @@ from jaxrl.roles.declared import Program
 from jaxrl.roles.run_shapes import RunArrays
 from jaxrl.sampling.decode import GRAPHED, launch_with
 from jaxrl.sharding.ledger import HOST
-from jaxrl.sharding.reshard import checksums, nbytes, reshard
+from jaxrl.sharding.reshard import checksums, reshard
 from jaxrl.sharding.targets import (
     GPUS,
     PUBLISHED,
@@ -456,7 +456,7 @@ def _sync(bench: Bench, sent: bool = False) -> Row:
     program = run.program("actor", "convert")
     if not sent:
         found = bench.of(run, program, [])
-        size = nbytes(jax.eval_shape(program.jitted, *program.args))
+        size = common.tree_bytes(jax.eval_shape(program.jitted, *program.args))
         return found | {"value": size / found["seconds"] / GB, "unit": "GB/s"}
     compiled = program.compile()
     given = arguments(run, program)
@@ -470,7 +470,7 @@ def _sync(bench: Bench, sent: bool = False) -> Row:
     def send() -> Any:
         return reshard(compiled(*given), shardings)
 
-    size, took = nbytes(send()), statistics.median(timed(send, bench.size.seconds))
+    size, took = common.tree_bytes(send()), statistics.median(timed(send, bench.size.seconds))
     return {"value": size / took / GB, "unit": "GB/s", "seconds": took}
 
 
@@ -481,7 +481,7 @@ def _checked(bench: Bench) -> Row:
     shapes = RunArrays(run.programs.setting, run.programs.meshes)
     params = shapes.params("rollout", run.inputs.student, dtype)
     arrays = jax.tree.leaves(filled(params, below=2))
-    size, took = nbytes(arrays), statistics.median(timed(lambda: checksums(arrays), 0.0))
+    size, took = common.tree_bytes(arrays), statistics.median(timed(lambda: checksums(arrays), 0.0))
     return {"value": size / took / GB, "unit": "GB/s", "seconds": took}
 
 

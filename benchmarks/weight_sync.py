@@ -33,7 +33,6 @@ from jaxrl.profile.work import Work
 from jaxrl.run.job import make_job
 from jaxrl.run.launch import make_actor, make_rollout_role
 from jaxrl.sharding.mesh import ensure_devices, role_meshes
-from jaxrl.sharding.reshard import nbytes
 
 CASES: dict[str, dict[str, str]] = {
     "same": {"mesh": "actor+rollout=1,teacher=1"},
@@ -66,7 +65,7 @@ def main() -> None:
     common.start(arguments)
     with tempfile.TemporaryDirectory() as folder:
         cases = {name: make_case(arguments, keys, folder) for name, keys in CASES.items()}
-    size = nbytes(cases["same"]().params)
+    size = common.tree_bytes(cases["same"]().params)
     flat = jax.block_until_ready(jnp.ones(size // 4, jnp.float32))
     target = jax.devices()[-1]
     source, copied = np.ones(size, np.uint8), np.empty(size, np.uint8)

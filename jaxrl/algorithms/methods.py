@@ -443,7 +443,7 @@ def policy_metrics(
 def rewarded_completions(sources: Sources, index: int) -> Future[Rollout]:
     """Returns the student's samples. With dynamic_sampling=refill, other prompts replace those
     whose completions all have the same reward; the rewards of the batch are then known early."""
-    if sources.config.dynamic_sampling != "refill":
+    if not sources.refills:
         return sources.student_samples(index)
     rollout, rewards = refill_batch(sources, index)
     sources.early_scores[index] = {"reward": [rewards]}

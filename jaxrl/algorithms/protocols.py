@@ -150,8 +150,8 @@ def protocols(config: Config) -> dict[str, type]:
     return {role: calls.protocol for role, calls in role_calls(config).items()}
 
 
-def deadline_of(config: Config, method: str) -> float:
-    """Returns the deadline of a call of the method, in seconds."""
+def call_deadlines(config: Config) -> dict[str, float]:
+    """Maps each method that a run calls to the deadline of its calls, in seconds."""
     d = config.deadlines
     return {
         "update": d.update,
@@ -161,7 +161,7 @@ def deadline_of(config: Config, method: str) -> float:
         "generate": d.generate,
         "sample": d.evaluate,
         "score": d.score,
-    }[method]
+    }
 
 
 class Ask(Protocol):
@@ -190,7 +190,7 @@ class Ask(Protocol):
     ) -> Future[T]: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sources:
     """The roles and the data, as an algorithm sees them. Every call returns a future at once."""
 
@@ -216,6 +216,11 @@ class Sources:
     evaluated: Sequence[str] = ()
     """Roles beside the rollout whose accuracy is measured, before the first step."""
 
+    def __post_init__(self) -> None:
+        self.role_calls = role_calls(self.config)
+        self.refills = self.config.dynamic_sampling == "refill"
+        """Whether other prompts replace those that teach nothing."""
+
     def student_samples(self, index: int, attempt: int = 0) -> Future[Rollout]:
         """Samples the completions of batch `index` from the policy; a further attempt samples other
         prompts, with random numbers of its own."""
@@ -235,11 +240,6 @@ class Sources:
         packed = data_rollout(self.prompts(index), decode=self.decode, **self.packing)
         return done_future(packed)
 
-    def held_out_samples(self, role: str) -> Future[list[list[Completion]]]:
-        """Samples completions of the held-out prompts, from the policy (`rollout`) or the
-        teacher."""
-        return self.call(role, SamplingRole.sample, self.held_out)
-
     def scores(
         self, role: str, rollout: Future[Rollout], others: Mapping[str, Sequence[Future[object]]]
     ) -> Sequence[Future[object]]:
@@ -248,7 +248,7 @@ class Sources:
         Args:
             others: scores of the rollout by other roles; those that the role needs are among them.
         """
-        calls = role_calls(self.config)[role]
+        calls = self.role_calls[role]
         score: Callable[..., object] = calls.protocol.score
         needed: Keywords = {name: others[of][0] for name, of in calls.needs.items()}
         if calls.parts is None:

@@ -53,6 +53,7 @@ def prepare_rewarded(config: Config) -> Prepare:
     left out, as `reward.truncated` says: its reward still counts for the others of its prompt. What
     is left out, by that or by dynamic sampling, is left out of the policy loss only.
     """
+    selects = config.dynamic_sampling != "off"
 
     def prepare(rollout: Rollout, scores: RoleScores) -> tuple[TrainBatch, dict[str, float]]:
         report = scores["reward"][0]
@@ -78,7 +79,7 @@ def prepare_rewarded(config: Config) -> Prepare:
             metrics[f"policy/{name}"] = float(n + getattr(rollout.replaced, name))
         real = rollout.group_ids >= 0
         teaches = np.ones(len(real), bool)
-        if config.dynamic_sampling != "off":
+        if selects:
             teaches = selection.keep
         cut = np.zeros(len(real), bool)
         if config.reward.truncated == "mask":

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -49,24 +49,26 @@ class _QuietLateWrites:
             self.before(unraisable)
 
 
+@dataclass(eq=False)
 class Saving:
     """A save that is being written while its role works on. Any thread may wait, at any time."""
 
-    def __init__(self, finish: Callable[[], object] | None = None, failed: Exception | None = None):
-        self._finish, self._failed = finish, failed
-        self._lock = threading.Lock()
+    finish: Callable[[], object] | None = None
+    """Waits for the end of the writing; None once it was called."""
+    failed: Exception | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def wait(self) -> None:
         """Waits until everything is on disk. Raises what went wrong."""
         with self._lock:
-            finish, self._finish = self._finish, None
+            finish, self.finish = self.finish, None
             if finish is not None:
                 try:
                     finish()
                 except Exception as error:
-                    self._failed = error
-        if self._failed is not None:
-            raise self._failed
+                    self.failed = error
+        if self.failed is not None:
+            raise self.failed
 
 
 FAR_S = 10**9

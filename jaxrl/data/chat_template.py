@@ -136,11 +136,9 @@ def _turn_tokens(
     at = _same_start(calls, hears)
     answers = within(hears[at:]) - within(calls[calls.find(_WORD) : at])
     found |= {token for token in answers if added[token]}
-
-    def is_name(token: str) -> bool:  # some vocabularies have runs of spaces, or words, as such
-        return len(token) > 1 and any(map(str.isalpha, token)) and not token.strip().isalnum()
-
-    return frozenset(filter(is_name, found))
+    # Some vocabularies have runs of spaces, or words, as added tokens.
+    names = (x for x in found if len(x) > 1 and any(map(str.isalpha, x)))
+    return frozenset(x for x in names if not x.strip().isalnum())
 
 
 def holds_turns(tokenizer: Any, text: str) -> bool:

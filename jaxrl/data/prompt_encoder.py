@@ -180,7 +180,8 @@ class PromptEncoder:
                         " no prompt to sample from: algorithm=sft learns such rows; if the texts"
                         " are prompts, set data.prompt_key to the name of their field"
                     )
-                return self._text_before(shots) + prompt or self._start
+                before = self._text_before(shots) if shots else ""
+                return before + prompt or self._start
             prompt = _user(prompt)
         system: tuple[Message, ...] = ()
         if prompt[0]["role"] == "system":

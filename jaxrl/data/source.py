@@ -92,7 +92,7 @@ class Source(Part):
 
     def locate(self, index: int) -> tuple[Part, int]:
         """Finds the part that holds row `index`, and the row's number there."""
-        if not 0 <= index < len(self):
+        if not 0 <= index < self._ends[-1]:
             raise IndexError(f"{self.name}: row {index} of {len(self)}")
         number = bisect.bisect_right(self._ends, index)
         return self.parts[number], index - (self._ends[number - 1] if number else 0)

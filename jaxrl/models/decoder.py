@@ -590,11 +590,6 @@ def watch_layers(outputs: list[Array]) -> Iterator[None]:
         _WATCHED.reset(token)
 
 
-def _watch(x: Array) -> None:
-    if (outputs := _WATCHED.get()) is not None:
-        outputs.append(x)
-
-
 def run_layers(
     config: DecoderConfig,
     body: Callable[..., tuple[X, Tree]],
@@ -616,11 +611,14 @@ def run_layers(
     """
     left = []
     if isinstance(params["layers"], list):
+        watched = _WATCHED.get()
+        if watched is not None:
+            watched.append(x)
         for i, given in enumerate(zip(params["layers"], *more, strict=True)):
-            _watch(x)
             x, one = body(x, Layer(config.kinds[i % len(config.kinds)], i), given)
             left.append(one)
-        _watch(x)
+            if watched is not None:
+                watched.append(x)
         return x, left
     at, n, indices = [], config.cycle, jnp.arange(config.n_layers)
     for i, kind in enumerate(config.kinds[:n]):  # the layers at each place of a cycle

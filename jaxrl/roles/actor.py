@@ -53,7 +53,7 @@ from jaxrl.roles.update import (
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import is_primary
-from jaxrl.sharding.reshard import Rows, checksums, nbytes, piece_programs, put, reshard, to_host
+from jaxrl.sharding.reshard import Rows, checksums, piece_programs, put, reshard, to_host
 from jaxrl.types import (
     AlignedSignal,
     Array,
@@ -135,7 +135,9 @@ class Actor:
         """Step -> its save, until `saved` has waited for it."""
         c = config.actor
         o = config.optimizer
-        rate = learning_rate(o, config.steps * config.updates_per_batch)
+        updates = config.updates_per_batch
+        self._several_updates = updates > 1
+        rate = learning_rate(o, config.steps * updates)
         constant = o.lr_schedule == "constant" and not o.warmup_steps
         self._rate = rate if constant else jax.jit(rate)  # one program, not one an operation
         self.programs = programs = make_programs(config, model, mesh, vocab_size)
@@ -206,7 +208,7 @@ class Actor:
         in_policy = np.asarray(np.any(batch.policy_mask, axis=-1))
         units = tokens_of(lengths, group)
         live = int((tokens_of(tokens, group) > 0).sum())
-        if batch.advantages is not None and self.config.updates_per_batch > 1:
+        if batch.advantages is not None and self._several_updates:
             wanted = np.where(tokens_of(in_policy, group) > 0, units, 0)
             placed = self._with_old_logprobs(placed, sequences, wanted, live)
         totals: dict[str, list[tuple[float, float]]] = {}
@@ -327,7 +329,7 @@ class Actor:
             for leaf in jax.tree.leaves(params)
             if to.shardings is None or buffer(leaf) not in own
         ]
-        return Weights(version, params, nbytes(moved), sums)
+        return Weights(version, params, sum(x.nbytes for x in moved), sums)
 
     def save(self, folder: Path, step: int) -> int:
         """Starts to write a checkpoint; `step` must be the actor's version.

@@ -83,6 +83,8 @@ class ActorPrograms:
         _, self.abstract = frozen_and_trained(abstract_params(model, jnp.dtype(c.param_dtype)))
         """The parameters that are trained, as `jax.ShapeDtypeStruct`s."""
         self.base_shardings, params = frozen_and_trained(param_shardings(model, mesh))
+        _, unstacked = frozen_and_trained(param_shardings(model, mesh, "unstacked"))
+        targets: dict[Layout, Params] = {"stacked": params, "unstacked": unstacked}
         moments = state_shardings(self.optimizer, self.abstract, params, mesh)
         ema = params if config.keeps_ema else None
         self.shardings = TrainState(params, moments, self.replicated, ema)  # type: ignore[arg-type]
@@ -128,11 +130,10 @@ class ActorPrograms:
         tokens."""
 
         def convert(params: Params, dtype: DTypeLike, layout: Layout) -> Params:
-            _, shardings = frozen_and_trained(param_shardings(model, mesh, layout))
             params = cast(params, dtype)
             params = params if layout == "stacked" else unstack(params)
             return {
-                name: jax.lax.with_sharding_constraint(tree, shardings[name])
+                name: jax.lax.with_sharding_constraint(tree, targets[layout][name])
                 for name, tree in params.items()
             }
 

@@ -24,8 +24,9 @@ from jaxrl.algorithms.protocols import (
     ActorRole,
     Ask,
     ReceivingRole,
+    SamplingRole,
     Sources,
-    deadline_of,
+    call_deadlines,
     role_calls,
 )
 from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
@@ -80,7 +81,7 @@ class Calls:
         self.submitted = 0
         """Number of batches that the actor was asked to train on."""
         self._config, self._ahead, self._lazy = config, SCHEDULES[config.schedule], config.lazy
-        self._role_calls = role_calls(config)
+        self._role_calls, self._deadlines = role_calls(config), call_deadlines(config)
         self._open: list[tuple[str, int, Future[object]]] = []
         """Kind, row and future of the calls that may not have ended."""
         self.kind, self.row = "publish", 0
@@ -97,7 +98,7 @@ class Calls:
         method = called.__name__
         if self.end is not None and not self._needs(self.kind, self.row, self.end):
             raise Stopped("the run was asked to end")
-        deadline = deadline_of(self._config, method)
+        deadline = self._deadlines[method]
         if role in self._lazy:
             deadline += self._config.deadlines.startup
         aside = self._role_calls[role].concurrent or method == "saved"
@@ -157,7 +158,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.config, self._method = self.sources.config, method_of(self.sources.config)
         self.reporter.wait = self.calls.wait  # waits then end when the run is asked to stop
-        self._roles = role_calls(self.config)
+        self._roles = self.sources.role_calls
         # A role that needs the scores of others is called after them: a worker that they share
         # takes calls in order, and would wait for ever.
         scorers = self._method.scorers(self.config)
@@ -183,7 +184,8 @@ class Loop:
             if resumed is None:
                 self._publish(0)
                 for role in self.sources.evaluated:
-                    self._futures[f"eval.{role}", 0] = self.sources.held_out_samples(role)
+                    asked = calls.call(role, SamplingRole.sample, self.sources.held_out)
+                    self._futures[f"eval.{role}", 0] = asked
                 ahead = not self._followers
                 self._schedule = Schedule(self.config.steps, staleness, scores_ahead=ahead)
             else:
@@ -253,7 +255,8 @@ class Loop:
             self._futures[f"publish.{role}", version] = weights
             self._futures[f"load.{role}", version] = loaded
             if due and role == "rollout":
-                self._futures["eval.rollout", version] = self.sources.held_out_samples("rollout")
+                asked = self.calls.call(role, SamplingRole.sample, self.sources.held_out)
+                self._futures["eval.rollout", version] = asked
 
     def _save(self, step: int) -> None:
         self.calls.kind, self.calls.row = "save", step

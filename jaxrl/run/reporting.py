@@ -156,6 +156,10 @@ class Run:
         folder.clear_final(notify)
         self.console.attach(worker_group.states)
         self.worker_group, self.scorers = worker_group, scorer_metrics(job, self.plan)
+        self._planned = self.plan.peaks
+        self._pools = {pool.pool.name: pool for pool in self.plan.pools}
+        on_cpu = self.plan.inputs.on_cpu
+        self._peaks_from = "arrays and compiled programs" if on_cpu else "as the device reports it"
         self._compiled, self._last = Compilations(), None
         with ExitStack() as stack:
             log = stack.enter_context(notify.into(RunLog(path / LOG_FILE)))
@@ -177,9 +181,10 @@ class Run:
             growing: dict[str, InPlace] = {
                 METRICS_FILE: self.metrics,
                 SAMPLES_FILE: self.samples,
-                TIMELINE_FILE: self.timeline,
                 LOG_FILE: log,
             }
+            if self.timeline.file is not None:
+                growing[TIMELINE_FILE] = self.timeline.file
             self.check_folder = partial(check_folder, folder, growing)
             self.checkpoints = CheckpointWriter(
                 path,
@@ -216,10 +221,10 @@ class Run:
             sampled = rollout.policy_version >= 0 or rollout.decode_steps > 0  # else they are data
             row = self._batch(rollout, sampled, futures) | trained.metrics
         row |= self._version(step, futures)
-        for key, future in futures.items():
+        for future in futures.values():
             if future.times.made_s is not None:
-                role = _scored_by(key) or key.rpartition(".")[2]
-                self.notify(f"{role}: made on its first use, in {future.times.made_s:.1f} s")
+                made = f"made on its first use, in {future.times.made_s:.1f} s"
+                self.notify(f"{future.role}: {made}")
         if moves := [move for future in futures.values() for move in future.times.moves]:
             row["offload/to_host_bytes"] = float(sum(m.nbytes for m in moves if m.to == "host"))
             row["offload/to_device_bytes"] = float(sum(m.nbytes for m in moves if m.to == "device"))
@@ -227,19 +232,16 @@ class Run:
         if step == 0:
             self._written(self.metrics.write(0, row))
             return
-        peaks, planned = self.worker_group.peaks(), self.plan.peaks
-        for role, size in planned.items():  # as planned where nothing is measured
+        peaks = self.worker_group.peaks()
+        for role, size in self._planned.items():  # as planned where nothing is measured
             row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, size))
             row[f"memory/{role}/planned"] = float(role not in peaks)
         if self.first_step_at is None and peaks:
             sizes = []
-            for pool in self.plan.pools:
+            for name, pool in self._pools.items():
                 if found := max((peaks.get(role, 0) for role in pool.pool.roles), default=0):
-                    held = f"{pool.pool.name} {found / MB:,.1f} MB"
-                    sizes.append(f"{held}, planned {pool.bytes / MB:,.1f}")
-            on_cpu = self.plan.inputs.on_cpu
-            source = "arrays and compiled programs" if on_cpu else "as the device reports it"
-            self.notify(f"peak memory of the first step ({source}): {'; '.join(sizes)}")
+                    sizes.append(f"{name} {found / MB:,.1f} MB, planned {pool.bytes / MB:,.1f}")
+            self.notify(f"peak memory of the first step ({self._peaks_from}): {'; '.join(sizes)}")
         before, self._compiled = self._compiled, self.worker_group.compiled()
         new = self._compiled.since(before)
         row |= {"compile/programs": float(new.programs), "time/compile_s": new.seconds}
@@ -344,7 +346,7 @@ class Run:
                     f" have no reward; the first, {counts.failure}"
                 )
         for role, name in SCORED.items():
-            parts = [future for key, future in futures.items() if _scored_by(key) == role]
+            parts = [x for key, x in futures.items() if key.split(".")[:2] == ["score", role]]
             if parts:
                 row[f"time/{name}_s"] = sum(part.times.seconds for part in parts)
             if parts and role in self.scorers:
@@ -434,9 +436,3 @@ def scorer_metrics(job: Job, plan: Plan) -> dict[str, ScorerMetrics]:
             "reference/padding": scored_padding(rollout, parts, devices["reference"])
         }
     return metrics
-
-
-def _scored_by(key: str) -> str | None:
-    """Returns the role of a future whose key is `score.ROLE` or `score.ROLE.PART`."""
-    kind, _, rest = key.partition(".")
-    return rest.partition(".")[0] if kind == "score" else None

@@ -32,6 +32,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.data.chat_template import turn_tokens
 from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer, decode_text
 from jaxrl.errors import UserError
@@ -159,6 +160,8 @@ class Engine:
         devices = 1 if mesh is None else mesh.size
         self.row_shards = 1 if mesh is None else row_shards(mesh.shape)
         self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
+        if tokenizer is not None:
+            turn_tokens(tokenizer)  # renders chats, once: here, and not behind the first launch
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         self.slots = round_up(slots, devices)
         self.min_free = max(1, self.slots // 8)
@@ -186,6 +189,7 @@ class Engine:
         """Decode steps after which the device counts the free slots again: a divisor of
         `launch_tokens`. On one CPU device the check costs nothing."""
         self.launch_tokens = round_up(launch_tokens, self.check_every)
+        self.launch = decode.launch_on(target, mesh)
         self.ledger = ledger or Ledger()
         self.stats = EngineStats()
 
@@ -559,9 +563,8 @@ class _Generation:
         static = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
         static |= {"record": self.record}
         more = self.knobs, prompts, pages
-        launch = decode.launch_on(engine.target, engine.mesh)
-        with self.ledger.running(launch, *arguments, *more, **static):
-            self.cache, drawn, routed = launch(*arguments, *more, **static)
+        with self.ledger.running(engine.launch, *arguments, *more, **static):
+            self.cache, drawn, routed = engine.launch(*arguments, *more, **static)
         self._find_ends()  # searches the tokens of the launch before while this one runs
         out = np.asarray(drawn)
         self._check_finite(out)

@@ -251,11 +251,6 @@ def _checksum(x: jax.Array) -> jax.Array:
     return jnp.sum(mixed, dtype=jnp.uint32)
 
 
-def nbytes(tree: Tree) -> int:
-    """Counts the bytes of the arrays of `tree`, each array once however it is replicated."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def _move(x: jax.Array | Rows | Shards | np.ndarray, target: Sharding) -> jax.Array:
     """Moves `x` into the target sharding; an array on devices comes here only if the devices belong
     to several processes: `reshard` moves the others."""

@@ -89,6 +89,7 @@ class Scorer:
         self.model, self.params, self.mesh = model, params, projection.mesh
         self._longest, self._aligner, self._longest_new = max_prompt_tokens, aligner, max_new_tokens
         self._rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
+        self._devices = row_devices(self.mesh)
         outcomes = None if aligner is None else aligner.outcomes
         self._outcomes = put(outcomes, NamedSharding(self.mesh, PartitionSpec()))
         self._score = score_program(model, projection)
@@ -102,7 +103,7 @@ class Scorer:
                 which the mesh divides, into whole groups if these share a prompt. If there are few
                 rows, the last slices are empty, and the result is None.
         """
-        devices = row_devices(self.mesh)
+        devices = self._devices
         if self._aligner is None:
             rollout = as_the_teacher_reads(rollout, self._longest, devices.multiple)
         else:

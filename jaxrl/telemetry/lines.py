@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from io import FileIO
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -162,7 +161,9 @@ class LineFile:
             if self._torn:
                 self._file.truncate(self.size)
             self._file.seek(self.size)
-            _write_all(self._file, data + self._tail)
+            rest = memoryview(data + self._tail)
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             if not self._refused:
                 self._messages.append(
@@ -220,9 +221,3 @@ def _is_no_file(path: Path) -> bool:
         return False
     except OSError:  # a link to itself
         return True
-
-
-def _write_all(file: FileIO, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]

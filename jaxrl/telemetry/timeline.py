@@ -78,7 +78,8 @@ class Timeline:
         """Those that have not ended."""
         self._lines: list[str] = []
         self._tracks: set[str] = set()
-        self._file: LineFile | None = None
+        self.file: LineFile | None = None
+        """What it is written to; None: nothing is recorded."""
         self._ticker: Ticker | None = None
         self._states: dict[str, tuple[WorkerState, float]] = {}
         """The workers' states that are not over, and where the span of each begins."""
@@ -86,9 +87,9 @@ class Timeline:
         """`time.monotonic` seconds at the trace's time 0, and at the last look at the states."""
         if path is None:
             return
-        self._file = LineFile(path, notify, self._keep if after_resume else None, tail=CLOSE)
-        if not self._file.size:
-            self._file.append(FIRST_LINES)
+        self.file = LineFile(path, notify, self._keep if after_resume else None, tail=CLOSE)
+        if not self.file.size:
+            self.file.append(FIRST_LINES)
         started = time_stamp()
         args = {"at": started, "pid": os.getpid()}
         ts = int((now - self._zero) * 1e6)
@@ -98,13 +99,13 @@ class Timeline:
     def record(self, role: str, method: str, times: Times, given: Mapping[str, object]) -> None:
         """Draws a call on the track of its role when it has ended, with those of its arguments that
         are plain."""
-        if self._file is not None:
+        if self.file is not None:
             plain = {key: value for key, value in given.items() if isinstance(value, int | str)}
             self._calls.append((role, method, times, plain))
 
     def span(self, track: str, name: str, start: float, end: float, **args: object) -> None:
         """Draws what took from ``start`` to ``end`` (`time.monotonic` seconds), with plain args."""
-        if self._file is None:
+        if self.file is None:
             return
         # Each end is rounded by itself: spans that follow one another never overlap.
         begin_us, end_us = (int((at - self._zero) * 1e6) for at in (start, end))
@@ -121,7 +122,7 @@ class Timeline:
         """Draws what ``states`` returns, until the file is closed, by looking every ``every_s``
         seconds: what is shorter than that may be missed, and then belongs to the state before it.
         """
-        if self._file is not None:
+        if self.file is not None:
             self._looked = time.monotonic()
             self._ticker = Ticker(
                 "timeline", every_s, lambda: self.look(states(), time.monotonic())
@@ -151,7 +152,7 @@ class Timeline:
 
     def flush(self) -> None:
         """Writes what has ended; a disk that refuses is reported once and raises nothing."""
-        if self._file is None:
+        if self.file is None:
             return
         for _ in range(len(self._calls)):
             role, method, times, args = call = self._calls.popleft()
@@ -166,14 +167,10 @@ class Timeline:
         with self._lock:
             lines, self._lines = self._lines, []
             if lines:
-                self._file.append(lines)
-            if self._file.size > self._most_bytes:
+                self.file.append(lines)
+            if self.file.size > self._most_bytes:
                 # The lines after them need those that name a track or open the array.
-                self._file.drop_oldest(lambda line: line == OPEN or b'"ph": "M"' in line)
-
-    def in_place(self) -> bool:
-        """Does what `LineFile.in_place` does."""
-        return self._file is None or self._file.in_place()
+                self.file.drop_oldest(lambda line: line == OPEN or b'"ph": "M"' in line)
 
     def close(self) -> None:
         """Draws the states that last, and writes everything that has ended."""
@@ -181,8 +178,8 @@ class Timeline:
             self._end_states(list(self._states), time.monotonic())
         self._ticker = None
         self.flush()
-        if self._file is not None:
-            self._file.close()
+        if self.file is not None:
+            self.file.close()
 
     def __enter__(self) -> Self:
         return self

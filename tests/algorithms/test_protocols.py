@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl.algorithms.protocols import ActorRole, deadline_of, protocols
+from jaxrl.algorithms.protocols import ActorRole, call_deadlines, protocols
 from jaxrl.config.schema import Config
 from jaxrl.run.launch import MAKERS
 from jaxrl.run.loop import Calls
@@ -19,8 +19,9 @@ def test_each_role_has_a_protocol_and_each_call_a_deadline(given):
     named = {role: methods_of(protocol) for role, protocol in protocols(config).items()}
     assert named.keys() == MAKERS.keys()
     assert named["teacher"] == (["score"] if given else ["generate", "sample", "score"])
-    assert {deadline_of(config, name) for names in named.values() for name in names} == {600, 7}
-    assert deadline_of(config, "score") == 7
+    deadlines = call_deadlines(config)
+    assert {deadlines[name] for names in named.values() for name in names} == {600, 7}
+    assert deadlines["score"] == 7
 
 
 def test_a_call_is_sent_by_the_name_of_the_method():

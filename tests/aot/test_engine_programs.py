@@ -45,10 +45,7 @@ def test_what_is_lowered_is_what_runs(
     options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a batch with a slot for each sample, whose first calls are its largest."""
-    made = Engine(
-        *(CONFIG, None),
-        **{"slots": 6, "max_prompt_tokens": 8, "max_new_tokens": 16, "launch_tokens": 8} | options,
-    )
+    options = {"slots": 6, "max_prompt_tokens": 8, "max_new_tokens": 16, **options}
     calls: dict[str, Any] = {}
     for name in ("prefill_prompts", "insert", "new_cache", "launch"):
         program = getattr(decode, name)
@@ -61,6 +58,7 @@ def test_what_is_lowered_is_what_runs(
         monkeypatch.setattr(decode, name, spied)
     params = random_params(CONFIG, layout="unstacked")
     sampling = SamplingParams(max_new_tokens=16)
+    made = Engine(CONFIG, None, launch_tokens=8, **options)
     made.generate(params, PROMPTS, n=2, sampling=sampling, seed=0)
     monkeypatch.undo()
     abstract = parameters.abstract_params(CONFIG, layout="unstacked")

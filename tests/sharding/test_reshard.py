@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.sharding import reshard as module
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
-from jaxrl.sharding.reshard import nbytes, put_pieces, reshard
+from jaxrl.sharding.reshard import put_pieces, reshard
 
 
 def mesh(devices, shape):
@@ -72,7 +72,6 @@ def test_a_leaf_that_is_in_place_is_not_copied():
     tree = {"a": jax.device_put(np.ones((8, 16), np.float32), sharding)}
     moved = reshard(tree, {"a": sharding})
     assert moved["a"] is tree["a"]
-    assert nbytes(tree) == 8 * 16 * 4
 
 
 def test_many_arrays_in_layouts_of_their_own_move_together():

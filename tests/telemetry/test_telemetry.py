@@ -368,14 +368,15 @@ def test_samples_resume_and_outlive_a_full_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["removed", "replaced"])
 def test_a_file_that_is_removed_is_not_in_place(tmp_path: Path, harm: str) -> None:
     metrics, timeline = MetricsWriter(tmp_path / "m.jsonl"), Timeline(tmp_path / "t.json")
+    files = [metrics, timeline.file]
     with metrics, timeline:
-        assert metrics.in_place() and timeline.in_place()
+        assert all(file.in_place() for file in files)
         for name in ("m.jsonl", "t.json"):
             (tmp_path / name).unlink()
             if harm == "replaced":
                 (tmp_path / name).write_text("of somebody else")
-        assert not metrics.in_place() and not timeline.in_place()
-    assert metrics.in_place() and timeline.in_place(), "closed: nothing is written any more"
+        assert not any(file.in_place() for file in files)
+    assert all(file.in_place() for file in files), "closed: nothing is written any more"
 
 
 def test_samples_are_one_object_a_line(tmp_path: Path) -> None:

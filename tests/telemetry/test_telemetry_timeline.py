@@ -210,8 +210,8 @@ def test_a_process_that_is_killed_leaves_whole_json(tmp_path: Path) -> None:
 def test_a_full_disk_is_reported_once_and_raises_nothing(tmp_path: Path) -> None:
     path, messages = tmp_path / "t.json", []
     timeline = Timeline(path, notify=messages.append)
-    assert timeline._file is not None
-    disk = FullDisk(timeline._file, room=20)
+    assert timeline.file is not None
+    disk = FullDisk(timeline.file, room=20)
     for step in range(3):
         timeline.span("actor", "update", step, step + 1.0, step=step)
         timeline.flush()
