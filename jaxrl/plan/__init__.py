@@ -5,12 +5,8 @@ Made before any weight is read.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
-
-import jax.numpy as jnp
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.checkpoint.model_source import lora_of, resolve_model
@@ -31,7 +27,6 @@ from jaxrl.models.kernels import (
     why_no_step_kernel,
     why_not_fused,
 )
-from jaxrl.models.shared_prompts import PAGE
 from jaxrl.plan.accounts import pool_peaks, role_accounts
 from jaxrl.plan.advice import (
     advise,
@@ -47,14 +42,12 @@ from jaxrl.plan.table import Plan
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.process.json_types import Keywords
-from jaxrl.roles.declared import local_bytes
+from jaxrl.roles.actor import checkpoint_notes
 from jaxrl.roles.optimizer import warmup_note
 from jaxrl.roles.reward import read_reward
-from jaxrl.roles.sampling_programs import abstract_cache
-from jaxrl.roles.update import abstract_moments
+from jaxrl.roles.rollout import rollout_notes
 from jaxrl.runtime.cluster import ClusterDevice
-from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.mesh import Visible, abstract_mesh, bytes_limit
+from jaxrl.sharding.mesh import Visible, bytes_limit
 from jaxrl.sharding.placement import Placement, check_visible, place, place_without_devices
 from jaxrl.sharding.targets import TargetMachine
 from jaxrl.teacher.kinds import kind_of
@@ -266,10 +259,10 @@ def build(
         *chosen,
         *more,
         *_mesh_notes(m),
-        *_checkpoint_notes(config, student, here=limit_gb is None),
+        *checkpoint_notes(config, student, here=limit_gb is None),
         *_compute_notes(asked, run, inputs),
         warmup_note(config.optimizer, config.steps * config.updates_per_batch),
-        *_sampling_notes(m),
+        *rollout_notes(m),
         *transfer_notes(m),
         *(host.note([pool.bytes for pool in pools]) for host in hosts),
     )
@@ -349,36 +342,6 @@ def _compute_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterato
         )
 
 
-def _sampling_notes(m: Setting) -> Iterator[str]:
-    """Yields what a pool of pages saves, and that the samples of a prompt share its keys and
-    values, where there are several."""
-    config, rollout = m.config, m.config.rollout
-    if "rollout" not in m.axes:
-        return
-    if rollout.cache_tokens is not None:
-        model, dtype = m.student, rollout.compute_dtype
-        key, of = f"rollout.cache_tokens={rollout.cache_tokens}", m.slots("rollout")
-        axes = m.axes["rollout"]
-        mesh: Any = abstract_mesh(axes)
-        paged, whole = (
-            local_bytes(abstract_cache(model, mesh, rows * axes.rows, n, dtype)) / 1e9
-            for rows, n in (of.own, (of.slots, of.positions))
-        )
-        room = f"All slots have room for {of.pages // of.slots * PAGE} tokens"
-        if of.pages < of.slots:
-            room = f"Each page is one slot's, so no more than {of.pages} slots are used at once"
-        yield (
-            f"sampling: {key}: a device's {of.pages} pages of {PAGE} tokens take {paged:.2f} GB;"
-            f" its {of.slots} slots with {of.positions} tokens each would take {whole:.2f} GB."
-            f" {room}; where pages run out, the youngest sample waits"
-        )
-    if config.group_size > 1 and not config.only_data:
-        yield (
-            f"sampling: the {config.group_size} samples of a prompt share its keys and values,"
-            " which a decode step reads once for all of them"
-        )
-
-
 def transfer_notes(m: Setting) -> Iterator[str]:
     """Yields what a run on several hosts sends through the object store in a step, in seconds."""
     for (sender, receiver), size in m.sent.items():
@@ -440,39 +403,6 @@ def _mesh_notes(m: Setting) -> Iterator[str]:
         yield (
             f"the {m.sequences} sequences of a batch are padded to {m.padded_rows},"
             " so that every mesh divides them"
-        )
-
-
-def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
-    """Returns the bytes of one checkpoint: parameters, optimizer state and moving average, each
-    number once."""
-    a = config.actor
-    how = config.optimizer, a.param_dtype, a.moment_dtype
-    state = local_bytes(abstract_moments(student, abstract_mesh(Axes()), *how))
-    each = jnp.dtype(a.param_dtype).itemsize + 4 * config.keeps_ema
-    return student.n_trained * each + state
-
-
-def _checkpoint_notes(config: Config, student: DecoderConfig, here: bool) -> Iterator[str]:
-    """Yields what the checkpoints of a run take on disk, and, for a run `here`, whether there is
-    room."""
-    c, size = config.checkpoint, checkpoint_bytes(config, student)
-    whole = size * (c.keep_last + c.keep_best + 1)
-    yield (
-        f"checkpoints: {size / GB:.2f} GB each; checkpoint.keep_last={c.keep_last},"
-        f" keep_best={c.keep_best} and the one being written: up to {whole / GB:.2f} GB in"
-        f" {config.run_path}"
-    )
-    if not here:
-        return
-    place = config.run_path.absolute()
-    folder = next(p for p in (place, *place.parents) if p.exists())
-    free = shutil.disk_usage(folder).free
-    if free < whole:
-        yield (
-            f"checkpoints: the disk of {folder} has {free / GB:.2f} GB free, less than"
-            f" {whole / GB:.2f} GB: lower checkpoint.keep_last or checkpoint.keep_best, or set"
-            " run_dir to another disk"
         )
 
 

@@ -23,7 +23,6 @@ from jaxrl.plan.array_bytes import (
     cache_bytes,
     layer_bytes,
     logits,
-    optimizer_bytes,
     optimizer_scratch,
     shards,
     split,
@@ -34,7 +33,7 @@ from jaxrl.plan.array_bytes import (
 )
 from jaxrl.plan.declarations import kept_arrays
 from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak, Setting
-from jaxrl.roles.actor import STEP, TO_TEACHER, UPDATE
+from jaxrl.roles.actor import STEP, TO_TEACHER, UPDATE, moment_bytes
 from jaxrl.roles.reward import TEMPLATE_TOKENS
 from jaxrl.roles.run_shapes import asked, generates
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS
@@ -106,7 +105,6 @@ def actor(m: Setting) -> Iterable[Entry]:
     loss = logits(m.chunk(rows), m.vocab, axes.tensor, arrays) + 2 * run.residual
     loss += head + theirs * gathers + head_gradient + taken
     block = run.backward() + computed - layers
-    state = optimizer_bytes(student, axes, c.optimizer, a.param_dtype, a.moment_dtype)
     # After the layers: the whole gradient of the embedding where it is reduced, then the sum.
     table = 0 if lora else table_bytes(student.vocab_size, student.embedded, axes, F32)
     added = max(computed + table * (2 if gathers else 1), summed + computed)
@@ -116,7 +114,7 @@ def actor(m: Setting) -> Iterable[Entry]:
     padded, columns = 0, student.embedded // axes.weights
     if m.inputs.target.platform == TPU and not lora and columns % LANES:
         share = table_bytes(student.vocab_size, -(-columns // LANES) * LANES, axes, 1)
-        each = state // sum(s.size for s in shards(student, axes))
+        each = moment_bytes(c, student, axes) // sum(s.size for s in shards(student, axes))
         padded = share * (ITEMSIZE[a.param_dtype] + each)
     for phase in (UPDATE, STEP):
         yield Entry("activations", "teacher's signal", sent, phase)
@@ -128,9 +126,8 @@ def actor(m: Setting) -> Iterable[Entry]:
     yield Entry("activations", "a block backward, or the loss", max(block, loss), UPDATE)
     yield Entry("gradients", "gradients, or scratch", max(added, scratch), STEP)
     yield Entry("activations", "copy for the rollout", _published(m, "rollout"), "publish")
-    if c.policy.router_replay and student.experts is not None:
-        each = student.n_layers * m.width * student.experts.chosen
-        each *= student.experts.id_dtype.itemsize
+    if m.recorded is not None:
+        each = m.width * m.recorded.size * m.recorded.dtype.itemsize
         recorded = (m.rows("actor", m.sequences) + 3 * rows) * each
         yield Entry("activations", "recorded experts", recorded, UPDATE)
     if c.teacher_follows:
@@ -159,7 +156,7 @@ def rollout(m: Setting) -> Iterable[Entry]:
     it arrives, and the cache."""
     c, axes = m.config, m.axes["rollout"]
     merging = 0
-    if c.rollout.merge:  # adapters are added to one kernel of all layers after the other
+    if m.sampled("rollout") != m.student:  # adapters are added to one kernel after the other
         kernels = (s.size for s in shards(m.student.plain, axes) if s.path.endswith("kernel"))
         merging = F32 * max(kernels)
     yield Entry("activations", "kernels in float32", merging, "weight sync")
@@ -175,23 +172,23 @@ def rollout(m: Setting) -> Iterable[Entry]:
 
 def sampling(m: Setting, role: str) -> Iterator[Entry]:
     """Yields the cache of the sampling engine of a role, and what its programs need besides."""
-    c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
-    model, width, of = m.sampled(role), m.prompts(role), m.slots(role)
+    axes, dtype = m.axes[role], m.config.roles[role].compute_dtype
+    model, width, of = m.sampled(role), m.prompts(role), m.cache_sizes(role)
     prompts = m.prefill_rows(role)
     cache = cache_bytes(model, axes, *of.own, dtype)
     shared = cache_bytes(model, axes, of.rows, width, dtype)
     held = cache_bytes(model, axes, prompts, width, dtype)
     run = m.run(role, model, prompts, width)
     heads, seats = split(model.n_heads, axes.tensor), of.rows * of.seats
-    scores = 2 * heads * (of.slots * of.positions + seats * width) * F32
+    scores = 2 * heads * (of.sequences * of.positions + seats * width) * F32
     kernels = (step_kernel_of(m.inputs.target, dim, dtype) for dim in model.head_dims)
     if all(kernels):  # a part of each row at a time
         windows = any(kind.window is not None for kind in model.kinds)
         scores = 2 * heads * seats * width * F32 * windows  # the prompts' keys, by products
-        scores += 2 * heads * (of.slots + seats) * max(model.head_dims) * F32 * 8
+        scores += 2 * heads * (of.sequences + seats) * max(model.head_dims) * F32 * 8
     tpu = m.inputs.target.platform == TPU
     arrays = TPU_SAMPLER_ARRAYS if tpu else SAMPLER_ARRAYS
-    drawn = logits(of.slots, model.vocab_size, axes.tensor, arrays)
+    drawn = logits(of.sequences, model.vocab_size, axes.tensor, arrays)
     table = table_bytes(model.vocab_size, model.embedded, axes, run.itemsize)
     gathered = 0
     if axes.weights > 1:  # a CPU gathers all layers first, a GPU some layers ahead
@@ -200,21 +197,21 @@ def sampling(m: Setting, role: str) -> Iterator[Entry]:
     if m.inputs.on_cpu and model.quantised is not None:  # which dequantises all layers at once
         floats = (s for s in shards(model.plain, axes) if s.path.startswith("layers"))
         gathered += sum(s.bytes(dtype) for s in floats if "experts/" not in s.path)
-    step = m.run(role, model, of.slots, 1).step_experts(ridge(m.inputs.target.kind))
+    step = m.run(role, model, of.sequences, 1).step_experts(ridge(m.inputs.target.kind))
     work = {
         "prefill": run.forward() + gathered,
         "decode": max(scores, step) + drawn + gathered,
     }
-    if role == "rollout" and c.environment.name is not None:  # of full length from the start
+    if of.episodes:
         answers = m.run(role, model, ANSWER_ROWS, ANSWER_TOKENS[1])
-        picked = 2 * cache // of.slots * min(of.slots, ANSWER_ROWS)
+        picked = 2 * cache // of.sequences * min(of.sequences, ANSWER_ROWS)
         scored = heads * ANSWER_ROWS * ANSWER_TOKENS[1] * of.positions
         work["answers of environments"] = picked + max(answers.forward(), 2 * F32 * scored)
     elif of.pages:  # the pool does not grow
         read = cache_bytes(model, axes, 1, of.whole, dtype)
         work["read again"] = read + m.run(role, model, 1, of.whole).forward() + gathered
     else:
-        grown = (cache_bytes(one, axes, of.slots, of.positions, dtype) for one in model.shapes)
+        grown = (cache_bytes(one, axes, of.sequences, of.positions, dtype) for one in model.shapes)
         work["longer cache"] = max(grown)
     yield Entry("cache", "keys and values of prompts", held, "prefill")
     for phase, size in work.items():
@@ -247,8 +244,7 @@ def teacher(m: Setting) -> Iterable[Entry]:
     teacher."""
     c, model, axes = m.config, m.teacher, m.axes["teacher"]
     assert model is not None
-    parts = c.teacher.num_microbatches
-    run = m.scored("teacher", model, parts)
+    run, parts = m.scored("teacher", model), m.passes("teacher").calls
     signal = m.rows("teacher", m.sequences) * m.new_tokens * m.signal_bytes
     # Of a mixture of other signals than hidden states, these are sent, and combined.
     combines = bool(m.inputs.several) and c.mixture is not None and c.distill.signal != "hidden"
@@ -279,8 +275,7 @@ def teacher(m: Setting) -> Iterable[Entry]:
 
 def reference(m: Setting) -> Iterable[Entry]:
     """Yields what the log-probs under the policy before training need."""
-    section, model = m.config.reference, m.reference
-    run = m.scored("reference", model, section.num_microbatches)
+    run = m.scored("reference", m.reference)
     work = _scoring(m, "reference", run, run.rows, SUMMED_ARRAYS)
     yield Entry("activations", "forward pass", work, "score")
 

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,6 @@ from jaxrl.models.decoder import Remat
 from jaxrl.models.experts import AT_ONCE, Experts, block_rows, more_blocks, step_rows
 from jaxrl.models.lora import NAMES
 from jaxrl.models.parameters import abstract_params, param_shardings
-from jaxrl.roles.declared import local_bytes
-from jaxrl.roles.update import abstract_moments
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 
 F32 = 4
@@ -117,19 +115,6 @@ def cache_bytes(config: DecoderConfig, axes: Axes, rows: int, positions: int, dt
         if one.kinds[0].keeps
     )
     return rows * (positions * token + config.n_recurrent * state)
-
-
-@lru_cache(maxsize=64)
-def optimizer_bytes(
-    model: DecoderConfig,
-    axes: Axes,
-    optimizer: OptimizerConfig,
-    param_dtype: str,
-    moment_dtype: str,
-) -> int:
-    """Returns the bytes of the optimizer's state on one device of the actor; exact."""
-    mesh: Any = AbstractMesh(tuple(axes), AXIS_NAMES)
-    return local_bytes(abstract_moments(model, mesh, optimizer, param_dtype, moment_dtype))
 
 
 @lru_cache(maxsize=64)

@@ -248,10 +248,9 @@ class Setting(RunShapes):
         processes = min(len({inputs.host_of[i] for i in numbers}) for numbers in devices)
         return self.sent[sender, receiver] / (STORE * processes)
 
-    def scored(self, role: str, model: DecoderConfig, parts: int) -> Pass:
-        """Returns a role's forward pass over one of `parts` slices of the batch, as
-        `roles.microbatch.scored_part` cuts it."""
-        rows, group = self.scored_rows(role, parts)
+    def scored(self, role: str, model: DecoderConfig) -> Pass:
+        """Returns a role's forward pass over one of its parts of the batch."""
+        rows, group = self.scored_rows(role, self.passes(role).calls)
         prompts = self.prompts(role)
         return self.run(role, model, rows, prompts + self.completions(role), group)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,8 +52,9 @@ from jaxrl.roles.update import (
     first_rows_program,
 )
 from jaxrl.runtime.worker import phase
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ledger import buffer, current
-from jaxrl.sharding.mesh import is_primary
+from jaxrl.sharding.mesh import abstract_mesh, is_primary
 from jaxrl.sharding.reshard import Rows, checksums, piece_programs, put, reshard, to_host
 from jaxrl.types import (
     AlignedSignal,
@@ -527,11 +529,9 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
     programs = make_programs(c, run.student, mesh, m.vocab)
     n = m.padded_rows
     sequences = run.sequences(role, n)
-    if c.policy.router_replay:
-        experts = run.student.experts
-        assert experts is not None, "`PlanInputs.axes` refuses it"
-        each = *sequences.tokens.shape, run.student.n_layers, experts.chosen
-        sequences = replace(sequences, experts=run.array(role, experts.id_dtype, *each))
+    if m.recorded is not None:
+        each = *sequences.tokens.shape, *m.recorded.shape
+        sequences = replace(sequences, experts=run.array(role, m.recorded.dtype, *each))
     number, per_row = run.array(role, jnp.float32, n, m.new_tokens), (role, jnp.float32, n)
     signal, dtype = None, c.teacher.compute_dtype
     frozen: dict[str, Any] = {}
@@ -672,6 +672,42 @@ def _moves(
             yield Program(
                 *(role, f"{name}: {verb}", jitted, (pieces,), stage), beside=beside, calls=len(mine)
             )
+
+
+def moment_bytes(config: Config, student: DecoderConfig, axes: Axes) -> int:
+    """Returns the bytes of the optimizer's state on one device of the actor."""
+    how = config.optimizer, config.actor.param_dtype, config.actor.moment_dtype
+    return local_bytes(abstract_moments(student, abstract_mesh(axes), *how))
+
+
+def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
+    """Returns the bytes of one checkpoint: parameters, optimizer state and moving average, each
+    number once."""
+    each = jnp.dtype(config.actor.param_dtype).itemsize + 4 * config.keeps_ema
+    return student.n_trained * each + moment_bytes(config, student, Axes())
+
+
+def checkpoint_notes(config: Config, student: DecoderConfig, here: bool) -> Iterator[str]:
+    """Yields the room that the checkpoints of a run take on disk, and, for a run `here`, whether
+    the disk has as much."""
+    c, size = config.checkpoint, checkpoint_bytes(config, student)
+    whole = size * (c.keep_last + c.keep_best + 1)
+    yield (
+        f"checkpoints: {size / 1e9:.2f} GB each; checkpoint.keep_last={c.keep_last},"
+        f" keep_best={c.keep_best} and the one being written: up to {whole / 1e9:.2f} GB in"
+        f" {config.run_path}"
+    )
+    if not here:
+        return
+    place = config.run_path.absolute()
+    folder = next(p for p in (place, *place.parents) if p.exists())
+    free = shutil.disk_usage(folder).free
+    if free < whole:
+        yield (
+            f"checkpoints: the disk of {folder} has {free / 1e9:.2f} GB free, less than"
+            f" {whole / 1e9:.2f} GB: lower checkpoint.keep_last or checkpoint.keep_best, or set"
+            " run_dir to another disk"
+        )
 
 
 SMALL_CHUNK = 128

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +26,16 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import frozen_and_trained, join_adapters, merge_adapters
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Layout, Params, abstract_params, param_shardings, unstack
+from jaxrl.models.shared_prompts import PAGE
 from jaxrl.roles.actor import PUBLISHED, SENT, shared_base
 from jaxrl.roles.declared import Program, Remedy, Resident, local_bytes
 from jaxrl.roles.run_shapes import RunArrays, RunShapes, common_remedies, fractions
-from jaxrl.roles.sampling_programs import sampling_params, sampling_programs
+from jaxrl.roles.sampling_programs import abstract_cache, sampling_params, sampling_programs
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Aborted, Engine
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
+from jaxrl.sharding.mesh import abstract_mesh
 from jaxrl.sharding.reshard import Shards, checksums, put, reshard, to_host
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, Tree, Weights
 
@@ -417,6 +420,33 @@ def rollout_programs(run: RunArrays) -> Iterator[Program]:
         jitted = topk_program(Projection.of(c, run.meshes[role], m.vocab), model)
         given = run.params(role, model), run.sequences(role, m.padded_rows)
         yield Program(role, "top-k of the policy", jitted, given, "rollout.generate", ("score",))
+
+
+def rollout_notes(run: RunShapes) -> Iterator[str]:
+    """Yields the savings of a pool of pages, and of prompts whose samples share keys and values."""
+    c, role = run.config, "rollout"
+    if role not in run.axes:
+        return
+    if (tokens := c.rollout.cache_tokens) is not None:
+        of, axes, dtype = run.cache_sizes(role), run.axes[role], c.rollout.compute_dtype
+        mesh: Any = abstract_mesh(axes)
+        paged, whole = (
+            local_bytes(abstract_cache(run.student, mesh, rows * axes.rows, n, dtype)) / 1e9
+            for rows, n in (of.own, (of.sequences, of.positions))
+        )
+        room = f"All slots have room for {of.pages // of.sequences * PAGE} tokens"
+        if of.pages < of.sequences:
+            room = f"Each page is one slot's, so no more than {of.pages} slots are used at once"
+        yield (
+            f"sampling: rollout.cache_tokens={tokens}: a device's {of.pages} pages of {PAGE} tokens"
+            f" take {paged:.2f} GB; its {of.sequences} slots with {of.positions} tokens each would"
+            f" take {whole:.2f} GB. {room}; where pages run out, the youngest sample waits"
+        )
+    if c.group_size > 1 and not c.only_data:
+        yield (
+            f"sampling: the {c.group_size} samples of a prompt share its keys and values, which a"
+            " decode step reads once for all of them"
+        )
 
 
 def rollout_remedies(run: RunShapes) -> Iterator[Remedy]:

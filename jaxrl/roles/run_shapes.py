@@ -309,6 +309,16 @@ class RunShapes:
             return 0
         return self.rows("teacher", self.sequences) * self.new_tokens * self.signal_bytes
 
+    @property
+    def recorded(self) -> jax.ShapeDtypeStruct | None:
+        """Returns the experts of a token [layers, chosen] that the rollout records for updates, if
+        it does."""
+        if not self.config.policy.router_replay:
+            return None
+        experts = self.student.experts
+        assert experts is not None, "`RunInputs.axes` refuses it"
+        return jax.ShapeDtypeStruct((self.student.n_layers, experts.chosen), experts.id_dtype)
+
     @cached_property
     def shared_group(self) -> int:
         """Returns the number of completions that share a prompt in an update, if all prompts and
@@ -386,7 +396,7 @@ class RunShapes:
         slots, axes = self.config.slots, self.axes[role]
         return -(-slots // axes.size) * axes.size // axes.rows
 
-    def slots(self, role: str) -> CacheSizes:
+    def cache_sizes(self, role: str) -> CacheSizes:
         """Returns the slots of the sampling engine of a role: the larger of those of training and
         of evaluations.
 
@@ -417,7 +427,7 @@ class RunShapes:
         )
         each = [(rows, seats_of_row(count, samples)) for rows, samples in ways]
         rows, seats = max(each, key=lambda way: way[0] * (way[1] + 1))
-        return CacheSizes(count, positions, rows, seats, pages, whole)
+        return CacheSizes(count, positions, rows, seats, pages, whole, episodes)
 
     def scored_rows(self, role: str, parts: int) -> tuple[int, int]:
         """Returns the rows on one device of one of `parts` slices of the batch, as
@@ -453,7 +463,8 @@ RECOMPUTED = {"none": 0.0, "dots": 0.15, "full": 1.0}
 class CacheSizes(NamedTuple):
     """The slots of a device that samples, and the prompts that they share."""
 
-    slots: int
+    sequences: int
+    """Sampled at once, each in a slot."""
     positions: int
     """Of each slot's cache, or of the longest completion in a pool of pages."""
     rows: int
@@ -464,11 +475,13 @@ class CacheSizes(NamedTuple):
     """Of the pool, where there is one in place of the slots' caches."""
     whole: int
     """Positions of the longest sequence with its prompt."""
+    episodes: bool
+    """Of several turns, for which the cache has its full length from the start."""
 
     @property
     def own(self) -> tuple[int, int]:
         """Returns rows and positions of the cache."""
-        return (self.pages, PAGE) if self.pages else (self.slots, self.positions)
+        return (self.pages, PAGE) if self.pages else (self.sequences, self.positions)
 
 
 def asked(config: Config, role: str) -> list[tuple[int, int]]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 
+import jaxrl
+from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import build
@@ -102,3 +107,22 @@ def test_arrays_that_two_roles_hold_are_counted_once() -> None:
     assert rollout["parameters"] + shared.bytes == whole
     assert shared.bytes == 2 * (2 * 96 * 48 + 48)
     assert json.loads(plan_json(together))["roles"][0]["parts"]
+
+
+def test_a_key_that_only_the_rollout_reads_stands_in_no_file_of_plan_or_aot() -> None:
+    """The role says what follows from it: its notes, its arrays and the sizes of its caches."""
+    sections = defaultdict(set)
+    for key in config_keys.keys(Config):
+        section, _, name = key.path.rpartition(".")
+        sections[name].add(section)
+    own = {name for name, where in sections.items() if where == {"rollout"}}
+    assert own >= {"slots", "launch_tokens", "cache_tokens", "merge"}
+    rooms = (Path(jaxrl.__file__).parent / room for room in ("plan", "aot"))
+    files = [path for room in rooms for path in room.rglob("*.py")]
+    assert len(files) > 10
+    for path in files:
+        text = path.read_text()
+        nodes = ast.walk(ast.parse(text))
+        read = own & {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        assert not read, f"{path}: {read}"
+        assert not [name for name in own if f"rollout.{name}" in text], path

@@ -18,25 +18,17 @@ from cases import and_slow
 from jaxrl.checkpoint.model_source import lora_of
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import Config
-from jaxrl.config.settings import OptimizerConfig
 from jaxrl.errors import UserError
 from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.family import LayerKind
 from jaxrl.models.parameters import param_shardings
-from jaxrl.plan import (
-    PROCESS_BYTES,
-    array_bytes,
-    build,
-    checkpoint_bytes,
-    make_plan,
-    plan_inputs,
-)
-from jaxrl.plan.array_bytes import optimizer_bytes
+from jaxrl.plan import PROCESS_BYTES, array_bytes, build, make_plan, plan_inputs
 from jaxrl.plan.plan_inputs import Account, Entry
 from jaxrl.plan.search import set_key
 from jaxrl.plan.table import Plan
+from jaxrl.roles.actor import checkpoint_bytes, moment_bytes
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.roles.run_shapes import fractions
 from jaxrl.runtime.cluster import ClusterDevice
@@ -100,12 +92,12 @@ def test_weights_and_moments_are_what_the_arrays_take(axes: Axes, name: Any) -> 
     shardings = param_shardings(TINY, mesh)
     shapes = parameters.abstract_params(TINY)
     assert bytes_of_shards(shapes, shardings) == array_bytes.weight_bytes(TINY, axes, "float32")
-    config = OptimizerConfig(name=name)
+    config = set_key(Config.parse(BASE), "optimizer.name", name)
     for dtype in ("float32", "bfloat16"):
-        optimizer = make_optimizer(config, 1, jnp.dtype(dtype))
+        optimizer = make_optimizer(config.optimizer, 1, jnp.dtype(dtype))
         placed = state_shardings(optimizer, shapes, shardings, mesh)
         state = jax.eval_shape(optimizer.init, shapes)
-        expected = optimizer_bytes(TINY, axes, config, "float32", dtype)
+        expected = moment_bytes(set_key(config, "actor.moment_dtype", dtype), TINY, axes)
         assert bytes_of_shards(state, placed) == expected
 
 
