@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
 
 from jaxrl.config.schema import Config
-from jaxrl.models.batching import ladder_width, rows_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import GPU, TPU, fuses, step_kernel_of
 from jaxrl.plan.array_bytes import (
@@ -34,7 +32,8 @@ from jaxrl.plan.array_bytes import (
 from jaxrl.plan.declarations import kept_arrays
 from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak, Setting
 from jaxrl.roles.actor import STEP, TO_TEACHER, UPDATE, moment_bytes
-from jaxrl.roles.reward import TEMPLATE_TOKENS
+from jaxrl.roles.grouper import grouper_batches
+from jaxrl.roles.reward import reward_batches
 from jaxrl.roles.run_shapes import asked, generates
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS
 from jaxrl.sharding.targets import ridge
@@ -285,12 +284,10 @@ def reward(m: Setting) -> Iterable[Entry]:
     c, model = m.config, m.inputs.reward
     if model is None:
         return
-    longest = c.reward.max_tokens or c.max_prompt_tokens + c.max_new_tokens + TEMPLATE_TOKENS
     axes, dtype = m.axes["reward"], c.reward.compute_dtype
     work = 0
-    for width in _widths(min(longest, model.max_positions)):
-        run = m.run("reward", model, rows_of(width, c.reward.batch_tokens), width)
-        work = max(work, run.forward())
+    for width, rows in reward_batches(c, model):
+        work = max(work, m.run("reward", model, rows, width).forward())
     if axes.weights > 1:
         work += table_bytes(model.vocab_size, model.embedded, axes, ITEMSIZE[dtype])
     yield Entry("activations", "forward pass", work, "score")
@@ -304,8 +301,8 @@ def grouper(m: Setting) -> Iterable[Entry]:
     axes, dtype, target = m.axes["grouper"], c.compute_dtype, m.inputs.target
     item, wide = ITEMSIZE[dtype], split(model.d_ff, axes.tensor)
     heads, work = split(model.n_heads, axes.tensor), 0
-    for width in _widths(min(m.config.max_new_tokens, model.max_tokens)):
-        tokens = rows_of(width, c.batch_tokens) * width
+    for width, rows in grouper_batches(m.config, model):
+        tokens = rows * width
         scores = (
             0 if fuses(target, model.head_dim, dtype) else tokens * width * (3 * heads * F32 + 1)
         )
@@ -317,12 +314,6 @@ def grouper(m: Setting) -> Iterable[Entry]:
             layer += layer * model.n_layers // axes.fsdp
         layer += table_bytes(model.vocab_size, model.d_model, axes, item)
     yield Entry("activations", "forward pass", work + layer, "embed")
-
-
-@cache
-def _widths(longest: int) -> frozenset[int]:
-    """Returns the widths of all batches whose longest sequence has at most so many tokens."""
-    return frozenset(ladder_width(n, longest) for n in range(1, longest + 1))
 
 
 ACCOUNTS: dict[str, Callable[[Setting], Iterable[Entry]]] = {

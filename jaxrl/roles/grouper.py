@@ -4,7 +4,7 @@ it, so that similar ones can be put together."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from jaxrl.models.bert import EncoderConfig, read_encoder
 from jaxrl.models.parameters import Params
 from jaxrl.rewards.verifiers import after_thoughts
 from jaxrl.roles.declared import Program, Resident, placed
-from jaxrl.roles.run_shapes import RunArrays
+from jaxrl.roles.run_shapes import RunArrays, text_batches
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import current
 from jaxrl.types import Embedded, Rollout
@@ -168,11 +168,18 @@ def encoder_arrays(run: RunArrays) -> Params:
     return placed(bert.tree(shapes), bert.encoder_shardings(model, run.meshes["grouper"]))
 
 
+def grouper_batches(config: Config, model: EncoderConfig) -> Collection[tuple[int, int]]:
+    """Returns the `text_batches` of the encoder, of completions with as many tokens as the
+    policy's."""
+    longest = min(config.max_new_tokens, model.max_tokens)
+    return text_batches(longest, config.grouper.batch_tokens)
+
+
 def grouper_programs(run: RunArrays) -> Iterator[Program]:
     """Yields the encoder of similarity groups on a full batch of the longest texts."""
-    c, model, role = run.config.grouper, run.shapes.inputs.grouper, "grouper"
+    model, role = run.shapes.inputs.grouper, "grouper"
     if model is not None:
         mesh, params = run.meshes[role], encoder_arrays(run)
-        batch = run.text_batch(role, min(run.shapes.new_tokens, model.max_tokens), c.batch_tokens)
+        batch = run.text_batch(role, grouper_batches(run.config, model))
         given = (model, mesh, params, *batch)
         yield Program(role, "embed", encode_batch, given, "grouper.score")

@@ -9,7 +9,7 @@ may share an id.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import Params
 from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport
 from jaxrl.roles.declared import Program, Resident
-from jaxrl.roles.run_shapes import RunArrays
+from jaxrl.roles.run_shapes import RunArrays, text_batches
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
@@ -311,11 +311,10 @@ class Reward:
 class RewardModel:
     """A frozen model that gives each completion one number."""
 
-    def __init__(self, config: Config, source: RewardSource, mesh: Mesh, longest: int):
-        """Loads the model, whose sequences have at most `reward.max_tokens`, or `longest` where
-        that is not set; with `offload.frozen` it is on the host except during `score`."""
+    def __init__(self, config: Config, source: RewardSource, mesh: Mesh):
+        """Loads the model; with `offload.frozen` it is on the host except during `score`."""
         r = config.reward
-        options = r.compute_dtype, r.batch_tokens, r.max_tokens or longest
+        options = r.compute_dtype, r.batch_tokens, longest_conversation(config)
         with phase(f"loads {source.name}"):
             scorer = self._scorer = RewardScorer(source, mesh, *options)
             dated(scorer.tokenizer, config.data.chat_date)
@@ -361,12 +360,23 @@ def reward_residents(config: Config) -> tuple[Resident, ...]:
     return (Resident("reward.params", "parameters", weights, stages, "params", offload=offload),)
 
 
+def longest_conversation(config: Config) -> int:
+    """Returns the number of tokens beyond which a conversation loses its beginning."""
+    whole = config.max_prompt_tokens + config.max_new_tokens + TEMPLATE_TOKENS
+    return config.reward.max_tokens or whole
+
+
+def reward_batches(config: Config, model: DecoderConfig) -> Collection[tuple[int, int]]:
+    """Returns the `text_batches` of the reward model."""
+    longest = min(longest_conversation(config), model.max_positions)
+    return text_batches(longest, config.reward.batch_tokens)
+
+
 def reward_programs(run: RunArrays) -> Iterator[Program]:
     """Yields the reward model, if there is one, on a full batch of the longest sequences."""
-    c, model, role = run.config.rewards, run.shapes.inputs.reward, "reward"
+    model, role = run.shapes.inputs.reward, "reward"
     if model is not None:
-        longest = c.max_tokens or run.shapes.width + TEMPLATE_TOKENS
         weights = run.array(role, jnp.float32, model.d_model, whole=True)
         given = (model, run.meshes[role], run.params(role, model), weights)
-        batch = run.text_batch(role, min(longest, model.max_positions), c.batch_tokens)
+        batch = run.text_batch(role, reward_batches(run.config, model))
         yield Program(role, "score", score_batch, (*given, *batch), "reward.score")

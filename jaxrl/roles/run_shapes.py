@@ -7,9 +7,9 @@ read which programs it runs and which arrays it keeps (`roles.declared`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -603,12 +603,20 @@ class RunArrays:
         return projection, given
 
     def text_batch(
-        self, role: str, longest: int, batch_tokens: int
+        self, role: str, batches: Collection[tuple[int, int]]
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the abstract tokens and mask of a full batch of the longest texts."""
-        width = ladder_width(longest, longest)
-        rows = rows_of(width, batch_tokens) * self.shapes.axes[role].rows
+        """Returns the abstract tokens and mask of the widest of the `text_batches` of a role."""
+        width, rows = max(batches)
+        rows *= self.shapes.axes[role].rows
         return tuple(self.array(role, dtype, rows, width) for dtype in (jnp.int32, bool))
+
+
+@cache
+def text_batches(longest: int, batch_tokens: int) -> frozenset[tuple[int, int]]:
+    """Returns the width of each full batch of texts of at most `longest` tokens, and its rows on a
+    device."""
+    widths = {ladder_width(n, longest) for n in range(1, longest + 1)}
+    return frozenset((width, rows_of(width, batch_tokens)) for width in widths)
 
 
 @lru_cache(maxsize=256)

@@ -46,7 +46,7 @@ from jaxrl.process.xla_flags import worker_environment
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
-from jaxrl.roles.reward import TEMPLATE_TOKENS, Reward, RewardModel, open_reward
+from jaxrl.roles.reward import Reward, RewardModel, open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.run.job import (
     Setup,
@@ -285,8 +285,7 @@ def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
 def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> RewardRole:
     config, model = setup.config, None
     if config.reward.model is not None:
-        longest = config.max_prompt_tokens + config.max_new_tokens + TEMPLATE_TOKENS
-        model = RewardModel(config, open_reward(config.reward.model), meshes["reward"], longest)
+        model = RewardModel(config, open_reward(config.reward.model), meshes["reward"])
     return Reward(reward_functions(config, setup.given), model)
 
 

@@ -186,8 +186,8 @@ def test_what_is_too_long_loses_the_beginning_of_its_prompt(
 
 def test_the_role_scores_a_rollout_by_its_text(folder: Path, scorer: RewardScorer) -> None:
     """Chats by their messages, texts by the text, padding rows 0; cut ones are counted."""
-    config = Config.load(None, ["reward.dtype=float32"])
-    model = RewardModel(config, open_reward(folder), make_mesh(2, 1, 1), 64)
+    config = Config.load(None, ["reward.dtype=float32", "reward.max_tokens=64"])
+    model = RewardModel(config, open_reward(folder), make_mesh(2, 1, 1))
     prompts = [
         Prompt(0, (1,), "hi", columns={"messages": CHAT}),
         Prompt(1, (1,), "hi"),
