@@ -59,7 +59,7 @@ def similarities(embeddings: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N N
     return (s + s.T) / 2
 
 
-def cluster_samples(
+def cluster(
     embeddings: Float[np.ndarray, "N D"],
     *,
     method: str = "agglomerative_silhouette",

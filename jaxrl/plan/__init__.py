@@ -37,7 +37,7 @@ from jaxrl.plan.advice import (
     with_loss_chunk,
 )
 from jaxrl.plan.plan_inputs import GB, HostMemory, PlanInputs, PoolPeak, Setting
-from jaxrl.plan.search import Candidate, set_key
+from jaxrl.plan.search import Candidate, get_key, set_key
 from jaxrl.plan.table import Plan
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
@@ -239,7 +239,8 @@ def build(
     config, chosen = (config, ()) if seen.emulated else with_choices(config, inputs)
     sized, more = with_loss_chunk(config, inputs)
     for key, value in chosen_keys(sized, inputs).items():
-        run = set_key(run, key, value)
+        if value != get_key(run, key):
+            run = set_key(run, key, value)
     m = Setting(sized, inputs)
     accounts = role_accounts(inputs, sized)
     pools = inputs.pools(accounts)

@@ -238,9 +238,7 @@ class RewardScorer:
         return (*sequence[:kept], *sequence[over + kept :])
 
 
-def score_texts(
-    path: str | os.PathLike[str], texts: Sequence[str | Sequence[Message]]
-) -> np.ndarray:
+def score(path: str | os.PathLike[str], texts: Sequence[str | Sequence[Message]]) -> np.ndarray:
     """Rewards [N] float32 of texts (taken as they are) or of conversations (by the chat template).
 
     Loads the weights at each call; keep a `RewardScorer` to score often.

@@ -10,7 +10,7 @@ from jaxrl.algorithms.similarity import (
     METHODS,
     SHAPES,
     canonical_order,
-    cluster_samples,
+    cluster,
     silhouette,
     similarities,
     similarity_advantages,
@@ -49,7 +49,7 @@ def batch(seed=0, prompts=4, samples=6):
 @pytest.mark.parametrize("seed", CASES)
 def test_clusters_are_scikit_learn_s(seed):
     embeddings = REFERENCES[f"{seed}/embeddings"]
-    labels = cluster_samples(embeddings)
+    labels = cluster(embeddings)
     assert same_partition(labels, REFERENCES[f"{seed}/labels"])
     assert labels[0] == 0 and set(labels) == set(range(labels.max() + 1))
     if labels.max() > 0:
@@ -64,49 +64,45 @@ def test_silhouette_by_hand():
 
 
 def test_two_pairs_are_two_clusters_and_few_or_equal_samples_one():
-    np.testing.assert_array_equal(cluster_samples(angles(0, 80, 1, 81)), [0, 1, 0, 1])
-    np.testing.assert_array_equal(cluster_samples(angles(0, 90)), [0, 0])
-    np.testing.assert_array_equal(cluster_samples(angles(0)), [0])
-    np.testing.assert_array_equal(cluster_samples(np.zeros((0, 2))), [])
+    np.testing.assert_array_equal(cluster(angles(0, 80, 1, 81)), [0, 1, 0, 1])
+    np.testing.assert_array_equal(cluster(angles(0, 90)), [0, 0])
+    np.testing.assert_array_equal(cluster(angles(0)), [0])
+    np.testing.assert_array_equal(cluster(np.zeros((0, 2))), [])
     jitter = np.float32(angles(*np.linspace(0, 0.01, 6)))
-    np.testing.assert_array_equal(cluster_samples(jitter), np.zeros(6))
+    np.testing.assert_array_equal(cluster(jitter), np.zeros(6))
 
 
 def test_a_weak_split_is_one_cluster():
     """Five mutually orthogonal vectors: every silhouette is 0, below 0.1 but not below 0."""
-    np.testing.assert_array_equal(cluster_samples(np.eye(5)), np.zeros(5))
-    assert cluster_samples(np.eye(5), min_silhouette=0.0).max() == 1  # ties go to fewer clusters
+    np.testing.assert_array_equal(cluster(np.eye(5)), np.zeros(5))
+    assert cluster(np.eye(5), min_silhouette=0.0).max() == 1  # ties go to fewer clusters
 
 
 def test_at_most_so_many_clusters():
     """Nine tight pairs, far apart."""
     e = np.repeat(np.eye(9), 2, 0)
-    assert cluster_samples(e).max() + 1 == 7
-    assert cluster_samples(e, max_clusters=20).max() + 1 == 9
-    assert cluster_samples(e, max_clusters=3).max() + 1 == 3
+    assert cluster(e).max() + 1 == 7
+    assert cluster(e, max_clusters=20).max() + 1 == 9
+    assert cluster(e, max_clusters=3).max() + 1 == 3
 
 
 def test_average_linkage_by_hand():
     """1-2 merge, then 4-5; 3 is nearer to {1, 2} by its mean distance, though 4 is its nearest."""
     e = angles(0, 10, 33, 55, 75)
-    np.testing.assert_array_equal(
-        cluster_samples(e, max_clusters=2, min_silhouette=-1), [0, 0, 0, 1, 1]
-    )
+    np.testing.assert_array_equal(cluster(e, max_clusters=2, min_silhouette=-1), [0, 0, 0, 1, 1])
 
 
 def test_a_chain_is_one_component_and_several_leaders():
     """cos 10 degrees is 0.985, cos 20 is 0.940: neighbours join, ends do not."""
     e = angles(0, 10, 20, 30)
-    np.testing.assert_array_equal(cluster_samples(e, method="connected_components"), [0, 0, 0, 0])
-    np.testing.assert_array_equal(
-        cluster_samples(e, method="connected_components", tau=0.99), [0, 1, 2, 3]
-    )
+    np.testing.assert_array_equal(cluster(e, method="connected_components"), [0, 0, 0, 0])
+    np.testing.assert_array_equal(cluster(e, method="connected_components", tau=0.99), [0, 1, 2, 3])
     s = similarities(e)
     np.testing.assert_array_equal(METHODS["leader"](s), [0, 0, 2, 2])
     np.testing.assert_array_equal(METHODS["leader"](s[::-1, ::-1]), [0, 0, 2, 2])
-    by_text = cluster_samples(e, method="leader", texts=["a", "b", "c", "d"])
+    by_text = cluster(e, method="leader", texts=["a", "b", "c", "d"])
     assert by_text.max() == 1  # 10 or 20 leads its neighbours, whatever hash comes first
-    shuffled = cluster_samples(e[[3, 1, 0, 2]], method="leader", texts=["d", "b", "a", "c"])
+    shuffled = cluster(e[[3, 1, 0, 2]], method="leader", texts=["d", "b", "a", "c"])
     assert same_partition(shuffled, by_text[[3, 1, 0, 2]])
 
 
@@ -116,18 +112,12 @@ def test_clusters_do_not_depend_on_the_order_or_the_length_of_embeddings(method)
     for seed in range(5):
         _, e, _ = batch(seed, prompts=1, samples=9)
         order = rng.permutation(9)
-        labels = cluster_samples(e, method=method, texts=list("abcdefghi"))
-        moved = cluster_samples(
-            e[order], method=method, texts=[list("abcdefghi")[i] for i in order]
-        )
+        labels = cluster(e, method=method, texts=list("abcdefghi"))
+        moved = cluster(e[order], method=method, texts=[list("abcdefghi")[i] for i in order])
         assert same_partition(moved, labels[order])
-        assert same_partition(
-            cluster_samples(e[order], method=method), cluster_samples(e, method=method)[order]
-        )
+        assert same_partition(cluster(e[order], method=method), cluster(e, method=method)[order])
         scaled = e * rng.uniform(0.5, 2, (9, 1)).astype(np.float32)
-        assert same_partition(
-            cluster_samples(scaled, method=method, texts=list("abcdefghi")), labels
-        )
+        assert same_partition(cluster(scaled, method=method, texts=list("abcdefghi")), labels)
 
 
 def test_what_is_embedded():
@@ -328,7 +318,7 @@ def test_bad_input_is_refused():
         with pytest.raises(UserError, match=message):
             Config.load(None, {"grouper": settings})
     with pytest.raises(UserError, match="unknown clustering method 'kmeans'"):
-        cluster_samples(e, method="kmeans")
+        cluster(e, method="kmeans")
 
 
 @pytest.mark.parametrize("use", ["distinct", "smi", "mmr"])
@@ -341,7 +331,7 @@ def test_penalties_are_added_to_the_changed_reward_as_they_are(use):
     found = similarity_advantages(task + penalties, e, ids, options=options, task=task)
     changed = np.zeros(8)
     for rows in (np.arange(4), np.arange(4, 8)):
-        labels = cluster_samples(e[rows])
+        labels = cluster(e[rows])
         order = canonical_order([row.tobytes() for row in e[rows]])
         similar = similarities(e[rows][order])
         changed[rows[order]] = SHAPES[use](task[rows][order], labels[order], similar, options)

@@ -20,7 +20,7 @@ from jaxrl.evaluate import main as evaluate_main
 from jaxrl.formats.finite import broken_rows
 from jaxrl.generate import main as generate_main
 from jaxrl.roles.grouper import embed
-from jaxrl.roles.reward import score_texts as reward_of
+from jaxrl.roles.reward import score as reward_of
 from jaxrl.score.__main__ import main as score_main
 from jaxrl.serve_teacher import main as serve_main
 from jaxrl.train import main as train_main

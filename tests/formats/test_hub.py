@@ -31,7 +31,7 @@ from jaxrl.formats import hf, weights
 from jaxrl.formats import hub as hub_module
 from jaxrl.formats.hub import HubName, data_name, model_name
 from jaxrl.roles.grouper import embed
-from jaxrl.roles.reward import score_texts
+from jaxrl.roles.reward import score
 
 REFERENCES = Path(__file__).parent.parent / "references"
 
@@ -209,7 +209,7 @@ def test_a_reward_model_and_an_encoder_by_their_names(hub: Hub, tmp_path: Path) 
     hub.add("org/reward", reward)
     hub.add("org/encoder", encoder)
     texts = ["one", "another text"]
-    np.testing.assert_array_equal(score_texts("org/reward", texts), score_texts(reward, texts))
+    np.testing.assert_array_equal(score("org/reward", texts), score(reward, texts))
     np.testing.assert_array_equal(embed("org/encoder", texts), embed(encoder, texts))
     assert not [file for file in hub.fetched() if "pytorch" in file]
 

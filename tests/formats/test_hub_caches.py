@@ -20,7 +20,7 @@ from jaxrl.data.source import open_source
 from jaxrl.errors import UserError
 from jaxrl.formats import hub as hub_module
 from jaxrl.roles.grouper import embed
-from jaxrl.roles.reward import score_texts
+from jaxrl.roles.reward import score
 from jaxrl.run.names import fetch_models, with_commits
 
 REFERENCES = Path(__file__).parent.parent / "references"
@@ -163,7 +163,7 @@ def read_all(at: str) -> None:
     for name in (f"org/student{at}", f"org/gguf/tiny-q8_0.gguf{at}"):
         source = resolve_model(name)
         assert source.load() and source.tokenizer_path is not None
-    assert len(embed(f"org/encoder{at}", ["a"])) == len(score_texts(f"org/reward{at}", ["a"])) == 1
+    assert len(embed(f"org/encoder{at}", ["a"])) == len(score(f"org/reward{at}", ["a"])) == 1
 
 
 @pytest.mark.parametrize("how", ["offline", "unreachable"])

@@ -34,8 +34,8 @@ from jaxrl.roles.reward import (
     encode_for_reward,
     encode_text,
     open_reward,
+    score,
     score_batch,
-    score_texts,
 )
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, TemplateInputs
 
@@ -117,7 +117,7 @@ def test_texts_are_scored_as_they_are_and_chats_by_the_template(
     folder: Path, scorer: RewardScorer
 ) -> None:
     chat = [*CHAT, {"role": "assistant", "content": "yo"}]
-    found = score_texts(folder, ["some text", chat, "some"])
+    found = score(folder, ["some text", chat, "some"])
     assert found.dtype == np.float32 and found[0] != pytest.approx(found[2], abs=1e-3)
     expected = [alone(scorer, "some text"), alone(scorer, CHATML)]
     np.testing.assert_allclose(found[:2], expected, atol=CLOSE, rtol=0)

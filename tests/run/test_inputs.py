@@ -19,7 +19,7 @@ from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import check_eos, encode_prompt
 from jaxrl.errors import UserError
 from jaxrl.export import export
-from jaxrl.roles.reward import score_texts
+from jaxrl.roles.reward import score
 from jaxrl.run.evaluation import prepare_evaluation
 from jaxrl.run.job import make_job
 
@@ -146,7 +146,7 @@ def test_a_reward_model_s_tokenizer_has_rows_for_all(tmp_path: Path) -> None:
     more = tuple(f"<{i}>" for i in range(50))
     tiny_tokenizer(CHATML, extra=more).save_pretrained(folder)
     with pytest.raises(UserError, match="reward model .* has 300 embedding rows .* 9 tokens"):
-        score_texts(folder, ["a"])
+        score(folder, ["a"])
 
 
 def test_ids_beyond_the_rows_are_refused_from_python(made: Path) -> None:

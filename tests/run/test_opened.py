@@ -28,8 +28,8 @@ from jaxrl.formats import opened, peft
 from jaxrl.formats.hf import SafetensorsFolder, TokenizerFiles
 from jaxrl.models.lora import Lora
 from jaxrl.process.plugin import code_files
-from jaxrl.run import attempt, launch
 from jaxrl.run import job as job_module
+from jaxrl.run import launch
 from jaxrl.run.job import check_inputs, dependencies, make_job
 
 ROWS = [{"prompt": f"question {i}", "completion": "a"} for i in range(9)]
@@ -163,7 +163,7 @@ def test_workers_and_saves_have_what_the_run_began_with(tmp_path: Path) -> None:
         check_inputs(setup, "grouper")
         (tmp_path / name).write_bytes(whole)
     (tmp_path / "student").rename(tmp_path / "moved")
-    attempt._describe_policy(job, tmp_path / "saved")
+    job.describe_policy(tmp_path / "saved")
     for name, contents in kept.items():
         assert (tmp_path / "saved" / name).read_bytes() == contents
 
