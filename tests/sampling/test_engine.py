@@ -416,7 +416,6 @@ def test_pages_bound_the_programs_and_those_of_the_last_samples_are_few(
     """One program for each number of slots, of pages, and of pages of the longest completion, which
     are few; the next batch needs none."""
     asked = {"n": 4, "sampling": SamplingParams(max_new_tokens=150), "limits": limits_of(4)}
-    made = engine(make_mesh(MESHES["1"]), cache_tokens=256, **PAGED)
     seen: list[tuple[int, ...]] = []
     launch = decode.launch
 
@@ -430,6 +429,7 @@ def test_pages_bound_the_programs_and_those_of_the_last_samples_are_few(
     expected = at_once(tokens=150, **asked)
     launch.clear_cache()  # of that and of the tests around, which have the same programs
     monkeypatch.setattr(decode, "launch", spied)
+    made = engine(make_mesh(MESHES["1"]), cache_tokens=256, **PAGED)
     assert_same(expected, generate(made, **asked))
     assert made.stats.sent_back > 0 and made.stats.read_again > 0
     many = len(set(seen))
@@ -467,9 +467,9 @@ def test_the_cache_follows_the_longest_and_each_size_is_one_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[tuple[int, int]] = []
-    made = engine(slots=2, max_new_tokens=90, launch_tokens=4)
     before = decode.launch._cache_size()
     spy(monkeypatch, seen)
+    made = engine(slots=2, max_new_tokens=90, launch_tokens=4)
     for _ in range(2):
         made.generate(params(), [[5]], n=2, sampling=SamplingParams(90), seed=0)
     monkeypatch.undo()
