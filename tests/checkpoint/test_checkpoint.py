@@ -30,7 +30,7 @@ from jaxrl.checkpoint.writer import (
 )
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.errors import UserError
+from jaxrl.errors import RunError, UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import param_shardings
 from jaxrl.process import atomic_files
@@ -467,36 +467,32 @@ def test_an_accuracy_that_cannot_be_noted_is_told(tmp_path):
 
 
 def test_a_save_during_which_files_were_removed_is_no_checkpoint(tmp_path):
-    """Its arrays may be among them; the file that describes the policy would be made again."""
-    lines, removed = [], [0]
+    """Its arrays may be among them. The writer writes no other: the run ends, and says why."""
+    lines, removed = [], []
 
     def describe(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text("{}")
 
-    def save(step, harm=lambda: None):
-        folder = writer.folder(step)
-        folder.mkdir(parents=True)
-        writer.begin(step, SimpleNamespace(result=harm), {}, {"generated": step})
-        writer.row({"step": step, "optimizer_step": step, "data/epoch": 0.0})
-
     def harm():
         shutil.rmtree(tmp_path / "run")
-        removed[0] += 1
+        removed.append(3)
+
+    def check():
+        if removed:
+            raise RunError("files of the run were removed")
 
     config = Config.load(None, ["steps=9"])
-    writer = CheckpointWriter(
-        tmp_path / "run", config, "f", describe, lines.append, check=lambda: removed[0]
-    )
-    save(3, harm)
-    while not lines:
-        time.sleep(0.01)
-    save(6)
+    run = tmp_path / "run"
+    writer = CheckpointWriter(run, config, "f", describe, lines.append, check=check)
+    writer.folder(3).mkdir(parents=True)
+    writer.begin(3, SimpleNamespace(result=harm), {}, {"generated": 3})
+    writer.row({"step": 3, "optimizer_step": 3, "data/epoch": 0.0})
     writer.close(30)
-    assert [folder.name for folder in store.folders(tmp_path / "run")] == ["6"]
-    assert writer.newest == 6 and [written.step for written in writer.written] == [6]
-    (line,) = lines
-    assert line.startswith("checkpoint 3 could not be written: files of the run were removed")
+    assert removed and not lines
+    assert not list(store.folders(run)) and writer.newest is None and not writer.written
+    with pytest.raises(RunError, match="were removed"):
+        writer.folder(6)
 
 
 def test_a_save_that_is_asked_for_after_its_row_is_written_all_the_same(tmp_path):
