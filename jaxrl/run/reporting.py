@@ -136,10 +136,6 @@ class Run:
     def __post_init__(self) -> None:
         self.start = self.folder.step
         """Step that its first attempt starts from."""
-        self._planned = self.plan.peaks
-        self._pools = {pool.pool.name: pool for pool in self.plan.pools}
-        on_cpu = self.plan.inputs.on_cpu
-        self._peaks_from = "arrays and compiled programs" if on_cpu else "as the device reports it"
 
     @contextmanager
     def attempt(self, worker_group: WorkerGroup) -> Iterator[None]:
@@ -160,6 +156,10 @@ class Run:
         folder.clear_final(notify)
         self.console.attach(worker_group.states)
         self.worker_group, self.scorers = worker_group, scorer_metrics(job, self.plan)
+        self._planned = self.plan.peaks
+        self._pools = {pool.pool.name: pool for pool in self.plan.pools}
+        on_cpu = self.plan.inputs.on_cpu
+        self._peaks_from = "arrays and compiled programs" if on_cpu else "as the device reports it"
         self._compiled, self._last = Compilations(), None
         with ExitStack() as stack:
             log = stack.enter_context(notify.into(RunLog(path / LOG_FILE)))

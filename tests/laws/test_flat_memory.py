@@ -138,6 +138,7 @@ def pretended_loop(folder, on_row):
     )
     run.metrics, run.samples, run.timeline, run.trackers = metrics, samples, timeline, None
     run.checkpoints, run.profile, run.scorers = saves, SimpleNamespace(steps=()), {}
+    run._planned, run._pools, run._peaks_from = plan.peaks, {}, "arrays"
     handles = {each.name: each.handle(each.name) for each in workers}
     calls = Calls(config, handles, recorders=(timeline.record,))
     sources = Sources(config, lambda index: PROMPTS, {}, calls.call, calls.wait)
