@@ -1,11 +1,12 @@
-"""The walk over a program's equations, by which a run is planned, against the compilers of GPUs and
-TPUs; prints a table.
+"""The plan's bytes, and those of the walk over a program's equations, against the compilers of GPUs
+and TPUs; prints a table.
 
     python benchmarks/plan_compared.py [REGEX] [--compile]
 
-No accelerator is needed, but the extra `aot`. Each program of `CASES` whose name has the pattern is
-traced from `config.json` alone. What the compilers said is in `compiled_bytes.json`; with
-`--compile` they are asked again, in about 10 s each, and the file is written anew.
+No accelerator is needed, but the extra `dev`. Each program of `CASES` whose name has the pattern is
+planned and traced from `config.json` alone. The compilers' figures are in `compiled_bytes.json`;
+with `--compile` they are asked again, in about 10 s each, and the file is written anew (extra
+`aot`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
-from compiled_runs import GROUP, NEW, PROMPT, config, planned_and_reported, programs
+from compiled_runs import GROUP, NEW, PROMPT, config, planned_and_reported
 from large_models import NAMED
 
+from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config.schema import Config
+from jaxrl.models.kernels import compiling_for
+from jaxrl.plan import target_plan
+from jaxrl.plan.declarations import RunPrograms
 from jaxrl.plan.live_arrays import live_arrays
 from jaxrl.roles.declared import local_bytes
+from jaxrl.sharding.targets import target_machine
 
 GB = 1e9
 TARGETS = {
@@ -75,12 +81,17 @@ class Case:
     def run(self, tmp: Path) -> Config:
         return config(tmp, {"num_hidden_layers": self.layers} | dict(self.model), **self.keys)
 
-    def walked(self, tmp: Path) -> int:
-        """Bytes that the role holds on a device while the program runs, by the walk."""
-        for _, program in programs(self.run(tmp), self.target, self.program):
-            if program.role == self.role:
-                arguments = local_bytes((program.args, program.kwargs))
-                return arguments + program.beside + live_arrays(program).bytes
+    def estimates(self, tmp: Path) -> tuple[int, int]:
+        """Bytes that the role holds on a device while the program runs, by the plan and by the
+        walk, neither of which needs the target's compiler."""
+        run = self.run(tmp)
+        plan = target_plan(run, needed_roles(run), target_machine(self.target, "--target"))
+        with compiling_for(plan.inputs.target):
+            for program in RunPrograms(plan.setting):
+                if (program.role, program.name) == (self.role, self.program):
+                    arguments = local_bytes((program.args, program.kwargs))
+                    walked = arguments + program.beside + live_arrays(program).bytes
+                    return plan.accounts[self.role].planned(program), walked
         raise KeyError(f"no run of {self.keys} has a program {self.role} {self.program}")
 
     def compiled(self, tmp: Path) -> int:
@@ -153,25 +164,27 @@ def main() -> None:
     parser.add_argument("pattern", nargs="?", default="", help="of the names; default: all")
     parser.add_argument("--compile", action="store_true", help="ask the compilers again")
     args = parser.parse_args()
-    versions = {name: version(name) for name in ("jax", "libtpu", "jax-cuda12-plugin")}
-    compiled, off = recorded(), defaultdict[str, list[float]](list)
-    print("| program | walked, GB | compiled, GB | off by |\n| --- | --- | --- | --- |")
+    compiled, off = recorded(), defaultdict[tuple[str, str], list[float]](list)
+    print("| program | compiled, GB | planned | walked |\n| --- | --- | --- | --- |")
     for name in (name for name in CASES if re.search(args.pattern, name)):
         with tempfile.TemporaryDirectory() as tmp:
-            walked = CASES[name].walked(Path(tmp))
+            estimates = CASES[name].estimates(Path(tmp))
             if args.compile:
+                versions = {x: version(x) for x in ("jax", "libtpu", "jax-cuda12-plugin")}
                 compiled[name] = CASES[name].compiled(Path(tmp))
                 ordered = {name: compiled[name] for name in CASES if name in compiled}
                 record = {"versions": versions, "bytes": ordered}
                 RECORD.write_text(json.dumps(record, indent=1) + "\n")
-        there = compiled[name]
-        off[name.partition(":")[0]].append(walked / there - 1)
-        print(f"| {name} | {walked / GB:.2f} | {there / GB:.2f} | {walked / there - 1:+.1%} |")
+        ratios = [estimate / compiled[name] - 1 for estimate in estimates]
+        for by, ratio in zip(("planned", "walked"), ratios, strict=True):
+            off[name.partition(":")[0], by].append(ratio)
+        shown = " | ".join(f"{ratio:+.1%}" for ratio in ratios)
+        print(f"| {name} | {compiled[name] / GB:.2f} | {shown} |", flush=True)
     print("\n| target | programs | lowest | median size | highest |\n" + "| --- " * 5 + "|")
-    for target, all_of in off.items():
+    for (target, by), all_of in off.items():
         median = statistics.median(map(abs, all_of))
         ends = f"{min(all_of):+.1%} | {median:.1%} | {max(all_of):+.1%}"
-        print(f"| {target} | {len(all_of)} | {ends} |")
+        print(f"| {target}, {by} | {len(all_of)} | {ends} |")
 
 
 if __name__ == "__main__":
