@@ -35,7 +35,7 @@ from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Aborted, Engine
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
-from jaxrl.sharding.mesh import abstract_mesh
+from jaxrl.sharding.mesh import abstract_mesh, verify_arrays
 from jaxrl.sharding.reshard import Shards, checksums, put, reshard, to_host
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, Tree, Weights
 
@@ -207,7 +207,8 @@ class Sampler:
             Metrics of the transfer, as of `receive_weights`.
 
         Raises:
-            RuntimeError: the version is not newer than the present one, or is of another model.
+            RuntimeError: the version is not newer than the present one, or is of another model; or
+                the weights lie on other devices than the role was given.
             DamagedWeights: an array arrived with other values than the actor sent.
         """
         if self.version >= 0 and weights.version <= self.version:
@@ -217,6 +218,7 @@ class Sampler:
         with phase(f"take version {weights.version}"):
             self._take(arrived)
         self.version = weights.version
+        verify_arrays("rollout", self.params, self.mesh)
         return taken
 
     def rehearse(self, prompts: Mapping[Split, Sequence[Prompt]]) -> None:

@@ -18,6 +18,7 @@ from jaxrl.models.lora import Lora, frozen_and_trained, join_adapters
 from jaxrl.models.parameters import param_shardings
 from jaxrl.plan import make_plan
 from jaxrl.process.compilations import compilations
+from jaxrl.roles import rollout
 from jaxrl.roles.rollout import Sampler
 from jaxrl.run import launch
 from jaxrl.run.attempt import first_prompts
@@ -83,6 +84,16 @@ def test_the_first_launch_compiles_nothing_after_a_rehearsal(
     same = other.generate(PROMPTS[:2], 0)
     np.testing.assert_array_equal(same.sequences.tokens, drawn.sequences.tokens)
     np.testing.assert_array_equal(same.logprobs, drawn.logprobs)
+
+
+def test_weights_that_lie_on_other_devices_than_the_role_has_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, weights = sampler((1, 1, 1))
+    there = jax.device_put(weights.params, jax.devices()[1])
+    monkeypatch.setattr(rollout, "receive_weights", lambda *_, **__: (there, {}))
+    with pytest.raises(RuntimeError, match="rollout was given devices 0, but its arrays lie on"):
+        made.load(weights)
 
 
 @pytest.mark.parametrize(
