@@ -22,6 +22,7 @@ from jaxrl.data.spelled_tokens import mark_tokens, remove_marks, with_marked_end
 from jaxrl.data.thoughts import OPENS, OTHER_THOUGHTS, THOUGHT_FIELDS, THOUGHTS, opened_thoughts
 from jaxrl.errors import UserError, near
 from jaxrl.process.json_types import JsonObject
+from jaxrl.process.waiting import waiting
 from jaxrl.types import NO_INPUTS, TemplateInputs
 
 _PROBES = ("Q", "Z")
@@ -746,7 +747,10 @@ def _rendered(
     try:
         tools = list(inputs.tools) or None
         template = program(tokenizer.get_chat_template(tools=tools))
-        with template.environment.activate_tracker(blocks, marks):
+        with (
+            waiting("the chat template, which renders one chat"),
+            template.environment.activate_tracker(blocks, marks),
+        ):
             for block in template.generate(
                 **{
                     **tokenizer.special_tokens_map,

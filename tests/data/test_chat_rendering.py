@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -42,6 +43,7 @@ from jaxrl.data.token_alignment import ModelTokenizer, TokenBytes
 from jaxrl.data.tokenizer import TurnEncoder, encode_prompt, load_tokenizer
 from jaxrl.environments.environment_process import observed
 from jaxrl.errors import UserError
+from jaxrl.process import waiting
 from jaxrl.roles.rollout import Sampler
 from jaxrl.sampling.sampler import SamplingParams
 
@@ -434,6 +436,16 @@ OUTSIDE = {
 def test_a_template_that_leaves_jinjas_sandbox_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="the chat template refuses messages of user: .{10}"):
         render_text(tiny_tokenizer(OUTSIDE[name]), [ASK])
+
+
+def test_a_template_that_works_for_long_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(waiting.waits, "_clock", lambda: 100 * time.monotonic())
+    long = "{% for a in range(1000) %}{% for b in range(8000) %}{% endfor %}{% endfor %}"
+    with waiting.to_say(said.append):
+        render_text(tiny_tokenizer(long), [ASK])
+    assert said[0].startswith("waiting for the chat template, which renders one chat: ")
+    assert said[-1].endswith("and it is over")
 
 
 def test_memory_that_a_template_does_not_get_is_named() -> None:
