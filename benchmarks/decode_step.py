@@ -2,8 +2,9 @@
 
     python benchmarks/decode_step.py [REGEX] [--kernels]
 
-No accelerator is needed, but the extra `aot`. Each case whose name has the pattern is compiled with
-one layer and with three, in a minute or so each; the difference is what two layers add. No time is
+No accelerator is needed, but the extras `aot` and `dev` (pytest). Each case whose name has the
+pattern is compiled with one layer and with three, in a minute or so each; the difference is what
+two layers add. No time is
 measured: the share of the floor is that of a step which reads and writes at the speed of the data
 sheet and takes `LAUNCH_S` more for each kernel. All positions of the cache count as read.
 """

@@ -24,10 +24,10 @@ from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import default_dtype, target_of
 from jaxrl.models.shared_prompts import Seats
-from jaxrl.plan.accounts import role_accounts
 from jaxrl.plan.advice import with_choices, with_loss_chunk
 from jaxrl.plan.declarations import RunPrograms
-from jaxrl.plan.plan_inputs import Account, PlanInputs, Setting
+from jaxrl.plan.peaks import planned_bytes
+from jaxrl.plan.plan_inputs import PlanInputs, Setting
 from jaxrl.roles.declared import Program
 from jaxrl.roles.sampling_programs import sampling_params
 from jaxrl.sampling import decode
@@ -123,7 +123,6 @@ class DescribedRun:
     config: Config
     inputs: PlanInputs
     setting: Setting
-    accounts: dict[str, Account]
     programs: RunPrograms
 
     def program(self, role: str, name: str) -> Program:
@@ -167,8 +166,7 @@ def describe(
     )
     config, _ = with_loss_chunk(with_choices(config, inputs)[0], inputs)
     setting = Setting(config, inputs)
-    accounts, programs = role_accounts(inputs, config), RunPrograms(setting, devices)
-    return DescribedRun(config, inputs, setting, accounts, programs)
+    return DescribedRun(config, inputs, setting, RunPrograms(setting, devices))
 
 
 # Arrays in place of abstract ones.
@@ -316,7 +314,7 @@ def measure(run: DescribedRun, program: Program, seconds: float) -> Measured:
     Raises whatever the compiler or the device does, out of memory for one, with a note of the
     bytes that the plan counts.
     """
-    planned = run.accounts[program.role].planned(program)
+    planned = planned_bytes(program, run.inputs.target)
     try:
         return _measured(run, program, seconds, planned)
     except Exception as error:

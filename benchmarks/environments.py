@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl import load_model
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.partial_completion import Reply
+from jaxrl.sampling.partial_completion import RandomKey, Reply, SampleRequest
 from jaxrl.sampling.sampler import SamplingParams
 
 ANSWER = 24
@@ -25,24 +25,20 @@ ANSWER = 24
 
 
 class Slow:
-    """Answers each turn with the same tokens, `seconds` later."""
+    """Answers each turn of an episode with the same tokens, `seconds` later."""
 
     def __init__(self, seconds: float, turns: int):
-        self.seconds, self.turns = seconds, turns
-        self.seen: dict[tuple[int, int], int] = {}
+        self.seconds, self.left = seconds, turns
 
-    def answer(
-        self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
-    ) -> Future[Reply]:
-        place = prompt, sample
-        self.seen[place] = self.seen.get(place, 0) + 1
-        over = self.seen[place] == self.turns
+    def answer(self, text: str, *, eos: int | None, length: int) -> Future[Reply]:
+        self.left -= 1
+        over = self.left == 0
         reply: Future[Reply] = Future()
         said = Reply(() if over else (1,) * ANSWER, "", cut=over)
         threading.Timer(self.seconds, reply.set_result, (said,)).start()
         return reply
 
-    def end(self, prompt: int, sample: int) -> None:
+    def end(self) -> None:
         """Nothing is held."""
 
 
@@ -74,8 +70,17 @@ def main() -> None:
     speeds: dict[float, list[float]] = {0.0: [], given.seconds: []}
     for number in range(given.repeats + 1):
         for seconds, found in speeds.items():
-            partner = Slow(seconds, given.turns)
-            engine.generate(model.params, prompts, n=1, sampling=sampling, seed=0, partner=partner)
+            requests = [
+                SampleRequest(
+                    prompt,
+                    sampling,
+                    RandomKey(0, prompt=i),
+                    longest,
+                    environment=Slow(seconds, given.turns),
+                )
+                for i, prompt in enumerate(prompts)
+            ]
+            engine.generate(model.params, requests)
             if number > 0:  # the first one compiles
                 found.append(engine.stats.tokens_per_second)
     fast, slow = (statistics.median(found) for found in speeds.values())

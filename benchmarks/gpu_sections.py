@@ -42,6 +42,7 @@ from jaxrl.formats.hf import write_folder
 from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models import split_k
 from jaxrl.models.config import DecoderConfig
+from jaxrl.plan.peaks import pool_peaks
 from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE
 from jaxrl.profile.work import Work, decode_work, divergence_work, forward_work
 from jaxrl.roles.declared import Program
@@ -204,7 +205,8 @@ def decode(bench: Bench) -> Rows:
         yield bench.row("decode", name, partial(_prefill, bench, context))
 
 
-def _sampling(bench: Bench, batch: int, context: int, **more: Any) -> DescribedRun:
+def sampling_run(bench: Bench, batch: int, context: int, **more: Any) -> DescribedRun:
+    """The run whose slots all attend to so many tokens."""
     new = bench.size.launch
     sections = {"max_prompt_tokens": context - new, "max_new_tokens": new, **more}
     slots = {"slots": batch}
@@ -232,7 +234,7 @@ def _decode(
         blocks: that share the keys of all slots in the split-K kernel.
         more: keys of the config.
     """
-    run = _sampling(bench, batch, context, **more)
+    run = sampling_run(bench, batch, context, **more)
     program = run.program("rollout", "decode")
     if options is not None:
         program = replace(program, jitted=launch_with(tuple(options.items())))
@@ -262,7 +264,7 @@ def _decode(
 
 
 def _prefill(bench: Bench, context: int) -> Row:
-    run = _sampling(bench, max(bench.size.batches), context)
+    run = sampling_run(bench, max(bench.size.batches), context)
     program = run.program("rollout", "prefill")
     rows, width = program.args[3].shape
     work = forward_work(run.inputs.student, [width] * rows, *_reads(run, "rollout"))
@@ -572,7 +574,7 @@ def _step(bench: Bench, folder: Path, schedule: str) -> Row:
     rows, stages = rows[WARM : WARM + TIMED], profile["stages"]
     took = statistics.median(row["time/step_s"] for row in rows)
     tokens = statistics.median(row["tokens/generated"] for row in rows)
-    peak = max(pool.bytes for pool in run.inputs.pools(run.accounts))
+    peak = max(pool.bytes for pool in pool_peaks(run.setting))
 
     def seconds(ceilings: Ceilings) -> float:  # one pool does one thing at a time
         return sum(stage_costs(run.setting, ceilings, bench.target).values())

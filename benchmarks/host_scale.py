@@ -20,7 +20,8 @@ from functools import partial
 import numpy as np
 
 from jaxrl.runtime.serialization import pack, unpack
-from jaxrl.sampling.partial_completion import PartialCompletion
+from jaxrl.sampling.partial_completion import PartialCompletion, RandomKey, SampleRequest
+from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sampling.slots import PromptRows, Slots
 from jaxrl.types import Completion, TokenIds
 
@@ -58,24 +59,27 @@ def seconds(work: Callable[[], object]) -> float:
 def of_slots(slots: int, group: int, launch: int) -> list[float]:
     """Measures the seconds to seat all, append, look and make the table, once each."""
     shards, prompts = slots // PER_SHARD, -(-slots // group)
+    prompt, sampling = list(range(PROMPT)), SamplingParams(LONGEST)
+    keys = [RandomKey(0, prompt=i // group, sample=i % group) for i in range(slots)]
     samples = [
-        PartialCompletion(i // group, i // group, i % group, LONGEST, LONGEST) for i in range(slots)
+        PartialCompletion(i, key.prompt, SampleRequest(prompt, sampling, key, LONGEST))
+        for i, key in enumerate(keys)
     ]
     seats = Slots(samples, slots, shards, launch, None)
     rows = PromptRows(shards, PER_SHARD, group, prompts)
-    prompt, keys = list(range(PROMPT)), np.full(prompts, PROMPT - 1, np.int32)
+    prompt_keys = np.full(prompts, PROMPT - 1, np.int32)
     drawn = np.random.default_rng(0).integers(1, 1000, (launch, slots, 3), np.int32)
 
     def seat() -> None:
-        while (slot := seats.vacant()) is not None:
-            seats.seat_next(slot, prompt)
+        while (slot := seats.vacant_slot()) is not None:
+            seats.seat_next(slot)
         rows.admit(seats.prompts)
 
     return [
         seconds(seat),
         seconds(lambda: seats.append(drawn, (0,))),
         seconds(lambda: seats.shrink(lambda taken, held: None)),
-        seconds(lambda: rows.table(seats.prompts, keys)),
+        seconds(lambda: rows.table(seats.prompts, prompt_keys)),
     ]
 
 

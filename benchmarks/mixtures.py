@@ -44,6 +44,7 @@ from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Experts
 from jaxrl.sampling.engine import Engine, SamplingParams
+from jaxrl.sampling.partial_completion import RandomKey, SampleRequest
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Prompt
@@ -93,14 +94,13 @@ def ratios(config: DecoderConfig, params: Any) -> dict[bool, np.ndarray]:
     lengths = {"max_prompt_tokens": PROMPT, "max_new_tokens": NEW}
     low = parameters.cast(params, "bfloat16")
     engine = Engine(config, None, slots=PROMPTS * EACH, launch_tokens=NEW, **lengths)
-    found = engine.generate(
-        jax.jit(parameters.unstack)(low),
-        [prompt.tokens for prompt in prompts],
-        n=EACH,
-        sampling=SamplingParams(NEW),
-        seed=0,
-        record_experts=True,
-    )
+    requests = [
+        SampleRequest(prompt.tokens, SamplingParams(NEW), RandomKey(0, prompt=i, sample=k), NEW)
+        for i, prompt in enumerate(prompts)
+        for k in range(EACH)
+    ]
+    done = engine.generate(jax.jit(parameters.unstack)(low), requests, record_experts=True)
+    found = [done[i * EACH : (i + 1) * EACH] for i in range(PROMPTS)]
     rollout = make_rollout(prompts, found, policy_version=0, pad_id=0, **lengths)
     mesh = role_mesh(jax.devices()[:1], Axes())
     run = jax.jit(

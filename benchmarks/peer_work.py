@@ -28,6 +28,7 @@ import step as whole_step
 
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.sampling.engine import Engine, SamplingParams
+from jaxrl.sampling.partial_completion import RandomKey, SampleRequest
 from jaxrl.train import train
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
@@ -119,8 +120,11 @@ def sampled(
     for i in range(arguments.repeats + 1):
         ids = [row["ids"] for row in work.batch(rows, i, count)]
         sampling = SamplingParams(max_new_tokens=longest)
-        wanted = limits(i).tolist()
-        engine.generate(params, ids, n=1, sampling=sampling, seed=0, step=i, limits=wanted)
+        requests = [
+            SampleRequest(tokens, sampling, RandomKey(0, i, prompt=number), limit)
+            for number, (tokens, (limit,)) in enumerate(zip(ids, limits(i).tolist(), strict=True))
+        ]
+        engine.generate(params, requests)
         seconds.append(engine.stats.seconds)
         tokens.append(engine.stats.generated_tokens)
     return {"seconds": seconds[1:], "tokens": tokens[1:]}

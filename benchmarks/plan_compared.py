@@ -1,12 +1,12 @@
-"""The plan's bytes, and those of the walk over a program's equations, against the compilers of GPUs
-and TPUs; prints a table.
+"""The bytes of the walk over a program's equations, and with the plan's margin, against the
+compilers of GPUs and TPUs and against what devices held; prints tables.
 
     python benchmarks/plan_compared.py [REGEX] [--compile]
 
 No accelerator is needed, but the extra `dev`. Each program of `CASES` whose name has the pattern is
 planned and traced from `config.json` alone. The compilers' figures are in `compiled_bytes.json`;
 with `--compile` they are asked again, in about 10 s each, and the file is written anew (extra
-`aot`).
+`aot`). What devices held while a program ran is in `measured/`, as `gpu.py` printed it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from compiled_runs import GROUP, NEW, PROMPT, config, planned_and_reported
+from described import SIZES, describe
+from gpu_sections import Bench, sampling_run
 from large_models import NAMED
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config.schema import Config
-from jaxrl.models.kernels import compiling_for
 from jaxrl.plan import target_plan
 from jaxrl.plan.declarations import RunPrograms
-from jaxrl.plan.live_arrays import live_arrays
-from jaxrl.roles.declared import local_bytes
-from jaxrl.sharding.targets import target_machine
+from jaxrl.plan.peaks import planned_bytes, walked_bytes
+from jaxrl.sharding.targets import GPUS, target_machine
 
 GB = 1e9
 TARGETS = {
@@ -82,16 +82,14 @@ class Case:
         return config(tmp, {"num_hidden_layers": self.layers} | dict(self.model), **self.keys)
 
     def estimates(self, tmp: Path) -> tuple[int, int]:
-        """Bytes that the role holds on a device while the program runs, by the plan and by the
-        walk, neither of which needs the target's compiler."""
+        """Bytes that the role holds on a device while the program runs, by the walk and by the
+        plan, neither of which needs the target's compiler."""
         run = self.run(tmp)
         plan = target_plan(run, needed_roles(run), target_machine(self.target, "--target"))
-        with compiling_for(plan.inputs.target):
-            for program in RunPrograms(plan.setting):
-                if (program.role, program.name) == (self.role, self.program):
-                    arguments = local_bytes((program.args, program.kwargs))
-                    walked = arguments + program.beside + live_arrays(program).bytes
-                    return plan.accounts[self.role].planned(program), walked
+        for program in RunPrograms(plan.setting):
+            if (program.role, program.name) == (self.role, self.program):
+                given = program, plan.inputs.target
+                return walked_bytes(*given), planned_bytes(*given)
         raise KeyError(f"no run of {self.keys} has a program {self.role} {self.program}")
 
     def compiled(self, tmp: Path) -> int:
@@ -155,6 +153,42 @@ RECORD = Path(__file__).parent / "compiled_bytes.json"
 """The compilers' versions, and by them the bytes of each case."""
 
 
+MEASURED = Path(__file__).parent / "measured"
+SAMPLED = re.compile(r".* x (\d+), context (\d+)")
+OF_ROLES = {
+    "score by": ("teacher", "score"),
+    "update of": ("actor", "update"),
+    "weights of": ("actor", "convert"),
+}
+"""First words of a row's name -> its role and program."""
+
+
+def measured() -> dict[str, tuple[Any, Any]]:
+    """Names of the programs of roles of which a device said what it held -> the first row of their
+    file, which has the device, and their own."""
+    found = {}
+    for file in sorted(MEASURED.glob("*.jsonl")):
+        first, *rows = map(json.loads, file.read_text().splitlines())
+        of_roles = (row for row in rows if row.get("device") and "planned" in row)
+        found |= {row["name"]: (first, row) for row in of_roles if "compiled" in row}
+    return found
+
+
+def walked_as_measured(first: Any, row: Any) -> int:
+    """Bytes of a row's program by the walk."""
+    name, size = row["name"], SIZES[first["size"]]
+    (gpu,) = (target for target, gpu in GPUS.items() if gpu.kind == first["device"])
+    devices = target_machine(f"{gpu}x{first['devices']}", "--target").devices
+    if sampled := SAMPLED.fullmatch(name):
+        run = sampling_run(Bench(size, devices), *map(int, sampled.groups()))
+        role, program = "rollout", "decode"
+    else:
+        _, _, remat = name.partition("remat ")
+        run = describe(size, devices, **({"actor": {"remat": remat}} if remat else {}))
+        role, program = OF_ROLES[" ".join(name.split()[:2])]
+    return walked_bytes(run.program(role, program), run.inputs.target)
+
+
 def recorded() -> dict[str, int]:
     return dict(json.loads(RECORD.read_text())["bytes"])
 
@@ -165,7 +199,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="ask the compilers again")
     args = parser.parse_args()
     compiled, off = recorded(), defaultdict[tuple[str, str], list[float]](list)
-    print("| program | compiled, GB | planned | walked |\n| --- | --- | --- | --- |")
+    print("| program | compiled, GB | walked | planned |\n| --- | --- | --- | --- |")
     for name in (name for name in CASES if re.search(args.pattern, name)):
         with tempfile.TemporaryDirectory() as tmp:
             estimates = CASES[name].estimates(Path(tmp))
@@ -176,10 +210,15 @@ def main() -> None:
                 record = {"versions": versions, "bytes": ordered}
                 RECORD.write_text(json.dumps(record, indent=1) + "\n")
         ratios = [estimate / compiled[name] - 1 for estimate in estimates]
-        for by, ratio in zip(("planned", "walked"), ratios, strict=True):
+        for by, ratio in zip(("walked", "planned"), ratios, strict=True):
             off[name.partition(":")[0], by].append(ratio)
         shown = " | ".join(f"{ratio:+.1%}" for ratio in ratios)
         print(f"| {name} | {compiled[name] / GB:.2f} | {shown} |", flush=True)
+    print("\n| program | on a device, GB | walked |\n| --- | --- | --- |")
+    for name, (first, row) in measured().items():
+        if re.search(args.pattern, name):
+            ratio = walked_as_measured(first, row) / row["device"] - 1
+            print(f"| {first['device']}: {name} | {row['device'] / GB:.2f} | {ratio:+.1%} |")
     print("\n| target | programs | lowest | median size | highest |\n" + "| --- " * 5 + "|")
     for (target, by), all_of in off.items():
         median = statistics.median(map(abs, all_of))

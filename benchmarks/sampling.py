@@ -28,6 +28,7 @@ from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.sampling.engine import Engine, EngineStats, SamplingParams
+from jaxrl.sampling.partial_completion import RandomKey, SampleRequest
 
 
 def main() -> None:
@@ -68,8 +69,8 @@ def main() -> None:
             "decode_seconds": common.rounded(median(s.decode_seconds for s in stats[name])),
             "cpu_seconds": common.rounded(median(cpu[name])),
             "launches": last.launches,
-            "sent_back": last.sent_back,
-            "read_again": last.read_again,
+            "sent_back": last.preemptions,
+            "recomputed": last.recomputed,
         }
     speedup = {}
     for fast, slow in (("refill", "naive"), ("paged", "refill")):
@@ -140,14 +141,13 @@ class Case:
     """[len(distinct), n] tokens that are wanted."""
 
     def run(self, params: Any) -> EngineStats:
-        self.engine.generate(
-            params,
-            self.prompts,
-            n=self.limits.shape[1],
-            sampling=SamplingParams(max_new_tokens=self.engine.max_new_tokens),
-            seed=0,
-            limits=self.limits.tolist(),
-        )
+        sampling = SamplingParams(max_new_tokens=self.engine.max_new_tokens)
+        requests = [
+            SampleRequest(prompt, sampling, RandomKey(0, prompt=i, sample=k), limit)
+            for i, (prompt, row) in enumerate(zip(self.prompts, self.limits.tolist(), strict=True))
+            for k, limit in enumerate(row)
+        ]
+        self.engine.generate(params, requests)
         return self.engine.stats
 
 

@@ -22,25 +22,35 @@ if TYPE_CHECKING:
     from jaxrl.checkpoint.model_source import load_model as load_model
     from jaxrl.config.schema import Config as Config
     from jaxrl.errors import RunError as RunError
+    from jaxrl.errors import StopTraining as StopTraining
     from jaxrl.errors import UserError as UserError
     from jaxrl.evaluate import evaluate as evaluate
     from jaxrl.export import export as export
     from jaxrl.generate import generate as generate
+    from jaxrl.run.session import session as session
     from jaxrl.train import Result as Result
     from jaxrl.train import dry_run as dry_run
     from jaxrl.train import train as train
 
 __version__ = "0.1.0"
 
-_MODULES = ("evaluate", "export", "generate", "train")
-"""Commands whose module is callable, and is itself the public name (`config.cli.make_callable`)."""
+_MODULES = {
+    "evaluate": "jaxrl.run.evaluation",
+    "export": "jaxrl.checkpoint.model_source",
+    "generate": "jaxrl.run.generation",
+    "train": "jaxrl.run.attempt",
+}
+"""Commands whose module is callable, and is itself the public name (`config.cli.make_callable`) ->
+what the function needs: `from jaxrl import train` takes the time of its imports, not the call."""
 _NAMES = {
     "Config": "jaxrl.config",
     "Result": "jaxrl.train",
     "RunError": "jaxrl.errors",
+    "StopTraining": "jaxrl.errors",
     "UserError": "jaxrl.errors",
     "dry_run": "jaxrl.train",
     "load_model": "jaxrl.checkpoint.model_source",
+    "session": "jaxrl.run.session",
 }
 _HOMES = {
     "jaxrl.advantages": "jaxrl.algorithms.advantages",
@@ -59,6 +69,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Returns the public names, imported when first asked for: `--help` need not load jax."""
     if name in _MODULES:
+        import_module(_MODULES[name])
         return import_module(f"jaxrl.{name}")
     if name in _NAMES:
         return getattr(import_module(_NAMES[name]), name)

@@ -21,6 +21,7 @@ COMMANDS = {
     "report": ("jaxrl.report.__main__", "one HTML page of a run, or of several"),
     "plot": ("jaxrl.telemetry.plot", "the curves of runs as a picture"),
     "devices": ("jaxrl.devices", "who has which device, here and in a cluster"),
+    "data show": ("jaxrl.run.show_data", "rows of data as a run learns them: text, tokens, mask"),
     "score": ("jaxrl.score.__main__", "store a teacher's scores of data, to train without it"),
     "serve-teacher": ("jaxrl.serve_teacher", "serve a teacher to one run or several"),
 }
@@ -38,9 +39,12 @@ jaxrl train without anything else trains a small model in a few minutes."""
 
 def main(argv: Sequence[str]) -> int | None:
     name, *rest = argv or ["--help"]
+    if rest and f"{name} {rest[0]}" in COMMANDS:
+        name, *rest = f"{name} {rest[0]}", *rest[1:]
     if name in ("-h", "--help"):
-        if rest and rest[0] in COMMANDS:
-            return main([rest[0], "--help", *rest[1:]])
+        for words in (1, 2):
+            if (asked := " ".join(rest[:words])) in COMMANDS:
+                return main([*asked.split(), "--help", *rest[words:]])
         commands = "\n".join(f"  {name:13}  {what}" for name, (_, what) in COMMANDS.items())
         print(USAGE.format(commands=commands))
         return None

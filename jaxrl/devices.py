@@ -259,13 +259,13 @@ def main(argv: Sequence[str]) -> None:
     )
     address, notes = parser.parse(argv).address, list[str]()
     if address:
-        from jaxrl.runtime.ray.connect import check_address, cluster
+        from jaxrl.runtime.ray.connect import check_address, read_cluster
 
         check_address(address)
     devices = local_devices(notes.append)
     print("\n".join([*host_page(devices), *notes, "", *process_page()]))
     if address:
-        print("\n".join(["", *cluster_page(cluster(address))]))
+        print("\n".join(["", *cluster_page(read_cluster(address))]))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import Self
 
 FILES = re.compile(r"(?<![\w/.])(?:docs|notebooks|scripts)/[\w-]+\.(?:md|ipynb|py|sbatch)\b")
 """Files of the source tree that messages and docstrings name; an installed package lacks them."""
@@ -22,6 +23,33 @@ DOCUMENTATION = "Documentation"
 
 class RunError(RuntimeError):
     """A run that cannot continue. Its text is the whole diagnosis, and the exit code is 1."""
+
+
+class Stopped(RunError):
+    """The run is ending and has dropped this call; raised where its value is asked for."""
+
+
+class StopTraining(BaseException):
+    """Raised by code of the user's (a reward function, an environment, a verifier, `on_step`): the
+    run ends early, as a run that has done all of its steps.
+
+    It saves what is trained and what is in flight, and exports the model; its exit code is 0, and
+    the same command goes on from there. A batch for which it was raised before its update is not
+    trained on: the run that resumes samples or scores it again.
+
+        raise jaxrl.StopTraining("the budget of the judge is spent")
+
+    It is no `Exception`, so that the `except Exception` of a function that bears with its own
+    failures lets it pass.
+    """
+
+    by = ""
+    """What raised it, as in `reward.functions: judge.py:score`; set on its way to the run."""
+
+    def from_code(self, by: str) -> Self:
+        """Returns it with what raised it, unless that is known."""
+        self.by = self.by or by
+        return self
 
 
 class UserError(ValueError):

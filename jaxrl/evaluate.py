@@ -110,6 +110,7 @@ def _parser() -> cli.Parser:
         help="keys about evaluation are read from it, or from builtin:NAME (default: the config of"
         " MODEL's run)",
     )
+    parser.add_family()
     add("--mesh", metavar="SPEC", help=f"devices, as in rollout=4 (default {EVALUATED_MESH})")
     add("--out", metavar="FILE.json", help="write the numbers and the settings there")
     add("--samples", metavar="FILE.jsonl", help="write every completion with its score there")

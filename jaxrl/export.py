@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from jaxrl.checkpoint.model_source import ModelSource
 
 
+MUCH_LOST = 0.1
+"""Share of the entries that adapters change, beyond which an export says that rounding loses them.
+"""
 DESCRIPTION = __doc__ or ""
 """Of the command; the module's own docstring becomes the function's."""
 
@@ -95,12 +98,26 @@ def _write(source: ModelSource, destination: Path, dtype: str, adapters: bool) -
     shapes = weights.tensor_shapes(source.config)
     weights.check_shapes(source.tensors, shapes)
 
-    def read(name: str) -> np.ndarray:
-        return source.tensors.read(name, tuple(slice(0, n) for n in shapes[name]))
+    changed = lost = 0
 
-    return hf.write_folder(
+    def read(name: str) -> np.ndarray:
+        nonlocal changed, lost
+        array = source.tensors.read(name, tuple(slice(0, n) for n in shapes[name]))
+        if source.adapter is not None and dtype != "float32":
+            counts = source.adapter.lost_entries(name, array, dtype)
+            changed, lost = changed + counts[0], lost + counts[1]
+        return array
+
+    folder = hf.write_folder(
         destination, source.config, read, dtype=dtype, tokenizer_from=source.tokenizer_path
     )
+    if lost > MUCH_LOST * changed:
+        to_stderr(
+            f"{destination}: of the weights that the adapters change, {lost / changed:.0%} are the"
+            f" base model's again, rounded to {dtype}: --dtype float32 keeps the changes, and"
+            " --format peft writes the adapters alone"
+        )
+    return folder
 
 
 def evenly_spaced(n_layers: int, k: int) -> tuple[int, ...]:
@@ -119,6 +136,7 @@ def main(argv: Sequence[str]) -> None:
         help="HF folder, hub id, .gguf file, run directory, builtin:teacher or package:NAME",
     )
     add("dest", metavar="DEST", help="folder to write")
+    parser.add_family()
     add("--layers", type=int, metavar="K", help="keep K evenly spaced layers")
     add("--keep", metavar="0,3,6", help="keep exactly these layers, in this order")
     add("--dtype", choices=("float32", "float16", "bfloat16"), help="default bfloat16")

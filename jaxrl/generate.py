@@ -43,6 +43,7 @@ def generate(
     tools: Sequence[JsonObject] = (),
     chat_template_arguments: JsonObject | None = None,
     chat: bool | None = None,
+    chat_template: str | None = None,
 ) -> list[list[Completion]]:
     """Samples n completions of each prompt.
 
@@ -65,6 +66,8 @@ def generate(
         chat: whether text prompts become a user's turn of a chat, as with `data.chat=auto`, or stay
             text. None: as in the run that made the model (its `data.chat`); of other models they
             stay text. Chats get the run's `data.system_prompt` where they have none.
+        chat_template: in place of the model's own: a Jinja file, or the folder or GGUF file of a
+            model whose template it is (`student.chat_template`).
 
     Returns:
         For each prompt, in order, a list of n `Completion`s: text, tokens, logprobs, finish_reason.
@@ -89,7 +92,10 @@ def generate(
     if not isinstance(model, Model):
         with named(model) as name:
             model = load_model(name)
+            model = model.with_chat_template(chat_template, "chat_template")
             _ = model.tokenizer  # reads its file, which may be gone afterwards
+    elif chat_template is not None:
+        model = model.with_chat_template(chat_template, "chat_template")
     if eos_ids is None:
         eos_ids = end_ids(model.config.eos_ids, model.tokenizer)
     sampling = SamplingParams(
@@ -128,6 +134,7 @@ def main(argv: Sequence[str]) -> None:
         **{name: getattr(arguments, name) for name in names}, stop=tuple(arguments.stop)
     )
     model = load_for_sampling(arguments.model, arguments.devices, arguments.tensor, arguments.dtype)
+    model = model.with_chat_template(arguments.chat_template, "--chat-template")
     sampling = replace(sampling, eos_ids=end_ids(model.config.eos_ids, model.tokenizer))
     n, seed = arguments.n, arguments.seed
     shared = TemplateInputs(arguments=arguments.chat_template_arguments or {})
@@ -188,6 +195,7 @@ def _parser() -> cli.Parser:
     parser = cli.Parser("jaxrl.generate", DESCRIPTION)
     add = parser.add_argument
     add("model", metavar="MODEL", help="HF folder, hub id, .gguf file, run directory, ...")
+    parser.add_family()
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     add("--prompts", metavar="FILE.jsonl", help="rows, as those of data.train")
     add(
@@ -196,6 +204,11 @@ def _parser() -> cli.Parser:
         default=None,
         help="text prompts become a user's turn of a chat, or stay text (default: as data.chat of"
         " the model's run says; of other models they stay text)",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja file in place of the model's own template, or a model's folder",
     )
     add(
         "--chat-template-arguments",

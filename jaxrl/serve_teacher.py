@@ -18,10 +18,12 @@ from typing import Annotated, Any, get_args
 from pydantic import AfterValidator, Field, ValidationError
 
 from jaxrl.config import cli, paths, yaml_text
+from jaxrl.config.roles import read_family
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType, Flag, Name, Number, Positive, Section, check_user_names
 from jaxrl.errors import UserError, near, user_path
 from jaxrl.process.streams import Output
+from jaxrl.teacher.key_rules import Rule
 
 FILES = ("certificate", "private_key", "token_file")
 
@@ -33,6 +35,8 @@ class ServeOptions(Section):
     """the only teacher: HF folder, hub id, .gguf file, run directory, ..."""
     teacher: Annotated[dict[str, Name], AfterValidator(check_user_names)] = {}
     """one of several teachers, at HOST:PORT/NAME; give the option once for each"""
+    family: Annotated[Name, AfterValidator(read_family)] | None = None
+    """FILE.py:NAME: a model family of your own (the folder of a run keeps its own)"""
     host: Name = "localhost"
     """address to listen at"""
     port: Annotated[int, Field(strict=True, ge=0, le=65535)]
@@ -68,11 +72,11 @@ class ServeOptions(Section):
     log_requests: Flag = False
     """a line for each request"""
 
-    def _rules(self) -> Iterator[str]:
-        if (self.model is None) == (not self.teacher):
-            yield "give --model MODEL, or --teacher NAME=MODEL once for each teacher"
-        if self.private_key is not None and self.certificate is None:
-            yield "--private-key belongs to a certificate: give --certificate too"
+    def _rules(self) -> Iterator[Rule]:
+        both = (self.model is None) == (not self.teacher)
+        yield both, "give --model MODEL, or --teacher NAME=MODEL once for each teacher"
+        alone = self.private_key is not None and self.certificate is None
+        yield alone, "--private-key belongs to a certificate: give --certificate too"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -187,7 +191,7 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
             raise UserError(f"{place}: unknown key {key}{near(key, ServeOptions.model_fields)}")
         folder = place.absolute().parent
         file = {key: value for key, value in file.items() if value is not None}
-        file = paths.beside(file, folder, ("model", "teacher"))
+        file = paths.beside(file, folder, ("model", "teacher", "family"))
         for key in FILES:
             if isinstance(value := file.get(key), str):
                 beside, alone = folder / Path(value).expanduser(), Path(value).expanduser()

@@ -100,7 +100,15 @@ class Turn:
     """How many of the completion's tokens it has."""
     text: str
     reward: float | None = None
-    """Of a turn of the assistant, by the environment; None where that gave none."""
+    """Reward that the environment gave a turn of the assistant; None where it gave none."""
+    roles: tuple[str, ...] = ()
+    """Of what follows a turn: the roles of its messages, such as `tool`, each once. A message of
+    the assistant that the data mark as not learned is among them."""
+
+    @property
+    def speaker(self) -> str:
+        """Returns who says it, for who reads it: `assistant`, `tool`, `user` ..."""
+        return ", ".join(self.roles) or self.role
 
 
 @dataclass(frozen=True)
@@ -227,9 +235,9 @@ class Sequences:
     group: int = field(default=1, metadata={"static": True})
     """Number of consecutive rows that share a prompt, which a forward pass may then compute once.
     1: none. `roles.microbatch.shared_group` checks the rows before this is set."""
-    room: tuple[int, int] | None = field(default=None, metadata={"static": True})
+    capacity: tuple[int, int] | None = field(default=None, metadata={"static": True})
     """Tokens that each device computes, all and those of completions: at least what its rows have
-    (`models.packing.room_of`), and no more than their padding holds. None: as much as that."""
+    (`models.packing.capacity_of`), and no more than their padding holds. None: as much as that."""
     experts: Array = None
     """[B, T, L, k] int8 or int16: the experts that each token passes in each layer of a mixture, to
     be replayed; -1 where the router chooses. None: it always does."""
@@ -274,7 +282,7 @@ class SampleCounts:
     prompts: int = 0
     completions: int = 0
     tokens: int = 0
-    """Of the completions, EOS included; of episodes, those of their environment too."""
+    """Tokens of the completions, EOS included; in episodes also those of the environment."""
     generated: int = 0
     """Tokens that the model wrote."""
     truncated: int = 0
@@ -290,9 +298,11 @@ class SampleCounts:
     """Prompts without a reward, where dynamic sampling replaced them."""
     degenerate_groups: int = 0
     """Likewise prompts with rewards, but no advantage other than 0."""
+    prompt_tokens: int = 0
+    """Of the prompts, each once, where these were replaced."""
 
     @classmethod
-    def of(cls, prompts: int, completions: Sequence[Completion], **groups: int) -> Self:
+    def count(cls, prompts: int, completions: Sequence[Completion], **of_prompts: int) -> Self:
         """Counts the completions of so many prompts."""
         failures = [c.failure for c in completions if c.failure is not None]
         late = sum(failure.startswith("timeout") for failure in failures)
@@ -306,7 +316,7 @@ class SampleCounts:
             len(failures) - late,
             late,
             next(iter(failures), None),
-            **groups,
+            **of_prompts,
         )
 
     def __add__(self, other: SampleCounts) -> SampleCounts:
@@ -323,8 +333,7 @@ class Rollout:
     """numpy arrays."""
     prompts: tuple[Prompt, ...]
     """One for each row, so that each prompt is repeated G times. Rows beyond these are padding,
-    with an all-False mask.
-    """
+    with an all-False mask."""
     completions: tuple[Completion, ...]
     """One for each row that has a prompt."""
     group_ids: np.ndarray
@@ -335,8 +344,7 @@ class Rollout:
     """[B, C] float32, nats, 0 at padding."""
     policy_version: int
     """Version of the weights that sampled this: the number of batches they were trained on. -1 for
-    completions of the data set or of the teacher.
-    """
+    completions of the data set or of the teacher."""
     decode_steps: int = 0
     """Number of decode steps; 0 where nothing was decoded."""
     sent_back: int = 0
@@ -351,7 +359,7 @@ class Rollout:
     """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal.
     """
     experts: Array = None
-    """As of `Sequences`: those that the sampler chose, which only the policy replays."""
+    """As in `Sequences`: those that the sampler chose, which only the policy replays."""
     alignment: TokenAlignment | None = None
     """numpy arrays. Set where `sequences` are the teacher's tokens and the completions' are not."""
 
@@ -412,9 +420,9 @@ class AlignedSignal:
     span_logprobs: Array
     """[B, C] float32, nats: at each token the log-prob of its span."""
     kinds: Array = None
-    """[B, C] int32: as of `TokenAlignment`."""
+    """[B, C] int32: as in `TokenAlignment`."""
     sizes: Array = None
-    """[B, C] int32: as of `TokenAlignment`."""
+    """[B, C] int32: as in `TokenAlignment`."""
     hidden: Array = None
     """[B, C, Dt], where spans begin."""
     topk_ids: Array = None
@@ -428,7 +436,16 @@ class AlignedSignal:
     """
 
 
-TeacherSignal = HiddenSignal | TopKSignal | SampledSignal | AlignedSignal
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OwnSignal:
+    """What an algorithm of the user's has its teacher send (`SignalSpec`)."""
+
+    tensors: dict[str, Array]
+    """Each [B, C, ...]."""
+
+
+TeacherSignal = HiddenSignal | TopKSignal | SampledSignal | AlignedSignal | OwnSignal
 """What a teacher sends for each completion position (`distill.signal`)."""
 
 
@@ -510,8 +527,24 @@ class Trained:
     """Metrics of the whole batch."""
     by_row: dict[str, np.ndarray]
     """Metrics of each row, [B], from the first pass over the batch; NaN for a row that did not
-    train.
-    """
+    train."""
+    learned: np.ndarray
+    """[B] int: tokens of each row that trained, those of `actor/tokens`."""
+    advantages: np.ndarray | None = None
+    """[B] float32, or [B, C] of tokens; where the algorithm learns from rewards."""
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """What the policy in training makes of the tokens of completions; 0 at padding."""
+
+    logprobs: np.ndarray
+    """[B, C] float32, nats, at the sampling temperature."""
+    entropy: np.ndarray
+    """[B, C] float32, nats, at the sampling temperature."""
+    divergence: np.ndarray | None
+    """[B, C] float32, nats: from the teacher, as `distill/divergence` is its mean; of the signal
+    `sampled` the estimate k1 of the reverse KL. None without a teacher's scores."""
 
 
 @dataclass(frozen=True)
@@ -528,8 +561,7 @@ class Embedded:
 
 RoleScores = Mapping[str, Any]
 """Role -> the list of the parts of its scores. A part is a `TeacherSignal`, an array or a
-`RewardReport`, depending on the role.
-"""
+`RewardReport`, depending on the role."""
 Frozen = Mapping[str, Tree]
 """Name -> arrays that a loss reads and that are not trained, such as the teacher's head."""
 SumCount = tuple[Array, Array]
@@ -540,11 +572,9 @@ LossParts = tuple[SumCount, Sums, dict[str, Array]]
 Loss = Callable[[Tree, Frozen, TrainBatch, Totals], LossParts]
 """(parameters, frozen arrays, micro-batch, totals of the update) -> ((loss sum, count), metrics as
 (sum, count), metrics that are combined by their maximum). The loss sum is differentiable. A metric
-whose sum and count are [b], one per row, is also reported per row.
-"""
+whose sum and count are [b], one per row, is also reported per row."""
 Prepare = Callable[[Rollout, RoleScores], tuple[TrainBatch, dict[str, float]]]
 """(rollout, scores of each role) -> (the batch to train on, metrics). The arrays of the batch may
-be on the host or on another mesh.
-"""
+be on the host or on another mesh."""
 Finish = Callable[[Mapping[str, tuple[float, float]], Mapping[str, float]], dict[str, float]]
 """(sums over all updates, maxima) -> the metrics of the batch."""

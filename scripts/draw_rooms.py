@@ -21,16 +21,23 @@ PACKAGE = ROOT / "jaxrl"
 PICTURE = ROOT / "docs" / "rooms.svg"
 COMMANDS = "commands"
 CONTRACTS = ("types", "errors")
+BELOW = ("teacher.key_rules",)
+"""Modules that stand below the room of their folder."""
 WIDTH, BOX, HEIGHT, GAP, ROW = 1080, 190, 64, 24, 104
 
 Graph = dict[str, set[str]]
+
+
+def lower_room(module: str) -> str:
+    """The room of a module by its name below `jaxrl`; its own where it stands below its folder."""
+    return module if module in BELOW else module.partition(".")[0]
 
 
 def room_of(path: Path) -> str:
     """The folder of a module; those at the top are commands and contracts."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     if len(parts) > 1:
-        return parts[0]
+        return lower_room(".".join(parts))
     return "types, errors" if parts[0] in CONTRACTS else COMMANDS
 
 
@@ -41,7 +48,7 @@ def graph() -> Graph:
         room = found.setdefault(room_of(path), set())
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxrl."):
-                target = (node.module or "").split(".")[1]
+                target = lower_room((node.module or "").removeprefix("jaxrl."))
                 room.add("types, errors" if target in CONTRACTS else target)
             elif isinstance(node, ast.ImportFrom) and node.module == "jaxrl":
                 room.update(alias.name for alias in node.names)
@@ -78,9 +85,10 @@ def about(room: str) -> str:
     """The first line of the room's docstring."""
     if room == COMMANDS:
         return "train, evaluate, generate, export, devices, serve_teacher"
-    if room not in {path.name for path in PACKAGE.iterdir()}:
+    if room == "types, errors":
         return "what travels between stages; mistakes of users and runs"
-    text = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text("utf-8"))) or ""
+    path = f"{room.replace('.', '/')}.py" if room in BELOW else f"{room}/__init__.py"
+    text = ast.get_docstring(ast.parse((PACKAGE / path).read_text("utf-8"))) or ""
     return text.partition("\n")[0].rstrip(".")
 
 

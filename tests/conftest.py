@@ -10,6 +10,7 @@ a program's key in the compile cache holds all flags.
 import ctypes
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -123,6 +124,13 @@ def shared_programs() -> Iterator[None]:
 
     with kept_programs():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_families_of_users() -> Iterator[None]:
+    yield
+    if (families := sys.modules.get("jaxrl.models.families")) is not None:
+        families.forget_families()
 
 
 @pytest.fixture(autouse=True)

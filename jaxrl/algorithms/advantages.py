@@ -53,17 +53,17 @@ def standardise_groups(
     assert values.shape == ids.shape, f"{values.shape} rewards, {ids.shape} group ids"
     rows = np.flatnonzero((ids >= 0) & ~np.isnan(values))
     out = np.zeros(len(values))
-    centred, std = _centred(values[rows], ids[rows])
+    centred, std = _centre_groups(values[rows], ids[rows])
     differs = std >= TOLERANCE
     if scale_ids is not None:
-        _, scale = _centred(values[rows], scale_ids[rows])
+        _, scale = _centre_groups(values[rows], scale_ids[rows])
         differs &= scale >= TOLERANCE
         centred = centred / np.maximum(scale, TOLERANCE)
     out[rows] = np.where(differs, centred, 0)
     return out
 
 
-def _centred(values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _centre_groups(values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns each value less the mean of its group, and the std of its group (0 for a group of
     one)."""
     _, group = np.unique(ids, return_inverse=True)
@@ -78,7 +78,7 @@ def remove_rounding(
     values: Float[np.ndarray, " B"], ids: Int[np.ndarray, " B"], tolerance: float
 ) -> Float[np.ndarray, " B"]:
     """Returns the values; in a group whose std is below the tolerance, their mean."""
-    centred, std = _centred(values, ids)
+    centred, std = _centre_groups(values, ids)
     return values - np.where(std < tolerance, centred, 0)
 
 
@@ -126,12 +126,12 @@ def normalise_batch(
         values: of `decoupled_rewards`, whose mean over each group is 0; NaN is left out, and
             becomes 0. A value of 0 stays 0.
     """
-    given = values[~np.isnan(values)]
-    if not given.any():
+    rewarded = values[~np.isnan(values)]
+    if not rewarded.any():
         return np.zeros(len(values))
-    divisor = given.std(ddof=1) if scale_by_std else 1.0
+    divisor = rewarded.std(ddof=1) if scale_by_std else 1.0
     # A group without differences stays at exactly 0: the mean is 0 up to rounding.
-    moved = np.where(values == 0, 0, values - given.mean())
+    moved = np.where(values == 0, 0, values - rewarded.mean())
     return np.where(np.isnan(values), 0, moved / divisor)
 
 
@@ -161,8 +161,8 @@ def turn_advantages(
     Returns:
         For each sample a float64 array with one advantage per turn.
     """
-    values, samples = [as_rewards(each) for each in rewards], np.asarray(group_ids)
-    lengths = np.array([len(each) for each in values], int)
+    values, samples = [as_rewards(turns) for turns in rewards], np.asarray(group_ids)
+    lengths = np.array([len(turns) for turns in values], int)
     ids, flat = np.repeat(samples, lengths), np.concatenate([*values, np.zeros(0)])
     normal, ends = standardise_groups(flat, ids, None), np.cumsum(lengths)
     if len(penalties):

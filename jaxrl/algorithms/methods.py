@@ -16,19 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.algorithms import signals
 from jaxrl.algorithms.advantages import opd_advantages
 from jaxrl.algorithms.protocols import Sources
 from jaxrl.algorithms.sampled_batch import credits_turns, prepare_rewarded, refill_batch
-from jaxrl.algorithms.signals import (
-    Projection,
-    completion_hidden,
-    distill_loss,
-    entropy_aware_loss,
-    pack_completions,
-)
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.losses.algorithm_table import LearnsFrom
+from jaxrl.losses.algorithm_table import OWN, TOKENS, LearnsFrom
+from jaxrl.losses.chunked import LogitOptions
 from jaxrl.losses.correction import CAP, Correction, correct, diagnostics, make_correction
 from jaxrl.losses.divergence import clamped_gap, masked_sum
 from jaxrl.losses.head import logprobs_and_entropy_from_hidden, logprobs_from_hidden
@@ -95,15 +90,15 @@ class Method:
 
 def method_of(config: Config) -> Method:
     """Returns the `Method` of the configured algorithm. Raises UserError if its type is wrong."""
-    own = config.spec.method
-    if own is None:
+    method = config.spec.method
+    if method is None:
         return METHODS[config.spec.learns_from]
-    if not isinstance(own, Method):
+    if not isinstance(method, Method):
         raise UserError(
-            f"algorithm={config.algorithm}: method is of type {type(own).__name__}; it must be a"
+            f"algorithm={config.algorithm}: method is of type {type(method).__name__}; it must be a"
             " jaxrl.algorithms.methods.Method, or None"
         )
-    return own
+    return method
 
 
 def sampled_share(config: Config) -> float:
@@ -138,7 +133,7 @@ def rewarded_scorers(config: Config) -> tuple[str, ...]:
     return tuple(role for role, needed in asked.items() if needed)
 
 
-def on_policy(config: Config, index: int) -> bool:
+def is_on_policy(config: Config, index: int) -> bool:
     """Flips GKD's seeded coin (lambda = `distill.on_policy_fraction`): returns whether batch
     `index` holds the student's samples."""
     coin = np.random.default_rng((config.seed, 0xC017, index)).random()
@@ -151,13 +146,13 @@ def holds_samples(config: Config, index: int) -> bool:
     method = method_of(config)
     if not method.reads_completions(config):
         return True
-    return method.samples_policy(config) and on_policy(config, index)
+    return method.samples_policy(config) and is_on_policy(config, index)
 
 
 def gkd_completions(sources: Sources, index: int) -> Future[Rollout]:
     """Returns the student's samples or, depending on the coin flip, the teacher's samples (seq_kd)
     or the completions of the data."""
-    if on_policy(sources.config, index):
+    if is_on_policy(sources.config, index):
         return sources.student_samples(index)
     if sources.config.distill.seq_kd:
         return sources.teacher_samples(index)
@@ -180,6 +175,9 @@ class Policy(NamedTuple):
     totals: Totals
 
 
+DIVERGENCES = ("divergence", "reverse_kl_k1")
+"""Metrics of single tokens of `signals.distill_loss`: it has one, or of a teacher with another
+tokenizer both, of different tokens."""
 Terms = Callable[[Policy], LossParts]
 BALANCE = "policy/experts_balance"
 
@@ -192,7 +190,7 @@ def loss_of(config: Config, model: DecoderConfig, mesh: Mesh, terms: Terms) -> L
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         packing, hidden, routed = _forward(config, model, mesh, params, batch)
         kernel = head(params).astype(config.actor.dtype)
-        flat = pack_completions(packing, batch)
+        flat = signals.pack_completions(packing, batch)
         policy = Policy(packing, hidden, kernel, batch, flat, frozen, totals)
         (total, count), sums, maxima = terms(policy)
         if routed is None:
@@ -206,10 +204,10 @@ def loss_of(config: Config, model: DecoderConfig, mesh: Mesh, terms: Terms) -> L
         tokens = real.sum(dtype=jnp.float32) * len(load)
         names = "policy/experts_entropy", "policy/experts_load"
         kept: Sums = {name: (x.sum(), tokens) for name, x in zip(names, measured, strict=True)}
-        own = tokens_of_experts(experts, routed, packing.copies)
-        whole = own if totals.of_experts is None else totals.of_experts
+        here = tokens_of_experts(experts, routed, packing.copies)
+        whole = here if totals.of_experts is None else totals.of_experts
         balance = balance_loss(experts, routed, whole) * whole[-1]
-        sums |= jax.lax.stop_gradient(kept) | {BALANCE: (balance, own[-1])}
+        sums |= jax.lax.stop_gradient(kept) | {BALANCE: (balance, here[-1])}
         if coef != 0:
             # This micro-batch's part of the term. The actor divides by the tokens of all
             # micro-batches, and the parts add up to the term itself (`balance_loss`), because f is
@@ -223,13 +221,12 @@ def loss_of(config: Config, model: DecoderConfig, mesh: Mesh, terms: Terms) -> L
 def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
     """Returns the loss function: the divergence between teacher and student at the completion
     tokens (GKD, arXiv 2306.13649)."""
-    projection = Projection.of(config, mesh, vocab_size, model)
+    projection = signals.Projection.from_config(config, mesh, vocab_size, model)
 
     def divergence(policy: Policy) -> LossParts:
         _, hidden, kernel, _, flat, frozen, _ = policy
-        total, count, metrics = distill_loss(projection, hidden, kernel, flat, frozen)
-        sums = {f"distill/{name}": x for name, x in sum_by_row(policy.packing, metrics).items()}
-        return (total, count), sums, {}
+        total, count, metrics = signals.distill_loss(projection, hidden, kernel, flat, frozen)
+        return (total, count), run_names(sum_by_row(policy.packing, metrics), distil=True), {}
 
     return loss_of(config, model, mesh, divergence)
 
@@ -259,8 +256,49 @@ def _forward(
     packing = pack_streams(batch.sequences, mesh)
     routed: list[Routed] = []
     options: Keywords = {"remat": config.actor.remat, "dtype": jnp.dtype(config.actor.dtype)}
-    hidden = completion_hidden(model, params, packing, mesh, routed=routed, **options)
+    hidden = signals.completion_hidden(model, params, packing, mesh, routed=routed, **options)
     return packing, hidden, None if model.experts is None else routed[0]
+
+
+InspectTokens = Callable[[Params, Frozen, TrainBatch], dict[str, jax.Array]]
+
+
+def _logit_options(config: Config, model: DecoderConfig, mesh: Mesh) -> LogitOptions:
+    return {
+        "softcap": model.final_softcap,
+        "temperature": config.sampling.temperature,
+        "chunk": config.distill.loss_chunk,
+        "mesh": mesh,
+    }
+
+
+def inspect_tokens(
+    config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int
+) -> InspectTokens:
+    """Returns the function that computes the arrays of `TokenValues`, [B, C], of a micro-batch by a
+    forward pass. Arguments as in `Method.make_loss`."""
+    projection = signals.Projection.from_config(config, mesh, vocab_size, model)
+    options = _logit_options(config, model, mesh)
+
+    def values(params: Params, frozen: Frozen, batch: TrainBatch) -> dict[str, jax.Array]:
+        packing, hidden, _ = _forward(config, model, mesh, params, batch)
+        kernel = head(params).astype(config.actor.dtype)
+        flat = signals.pack_completions(packing, batch)
+        mask = flat.sequences.loss_mask
+        found = logprobs_and_entropy_from_hidden(
+            hidden, kernel, flat.sequences.tokens, mask=mask, **options
+        )
+        values = dict(zip(("logprobs", "entropy"), found, strict=True))
+        if batch.teacher is not None:
+            _, _, metrics = signals.distill_loss(projection, hidden, kernel, flat, frozen)
+            parts = [metrics[name][0] for name in DIVERGENCES if name in metrics]
+            values["divergence"] = sum(parts[1:], parts[0])
+        return {
+            name: jnp.where(batch.sequences.loss_mask, packing.completions.unpack(x), 0)
+            for name, x in values.items()
+        }
+
+    return values
 
 
 def tokens_to_balance(
@@ -297,6 +335,7 @@ def objective_of(config: Config) -> Objective:
     for used, what in (
         (p.opd_coef > 0, f"opd_coef={p.opd_coef:g} weighs single tokens"),
         (credits_turns(config), "environment.credit=turn weighs single turns"),
+        (config.spec.token_advantages, "its token_advantages weigh single tokens"),
     ):
         if used and objective.ratio == "sequence":
             raise ValueError(
@@ -322,12 +361,12 @@ def correction_of(config: Config) -> Correction | None:
 def objective_notes(config: Config) -> list[str]:
     """Lists notes on the objective for who reads the config."""
     notes = ratio_notes(objective_of(config), config.updates_per_batch, config.policy.bypass)
-    own = config.spec.minibatches
-    if config.actor.minibatches is None and config.minibatches < own:
+    usual = config.spec.minibatches
+    if config.actor.minibatches is None and config.minibatches < usual:
         notes.insert(
             0,
-            f"its paper makes {own} updates of a batch; batch_size={config.batch_size} divides into"
-            f" minibatches of whole prompts for {config.minibatches}",
+            f"its paper makes {usual} updates of a batch; batch_size={config.batch_size} divides"
+            f" into minibatches of whole prompts for {config.minibatches}",
         )
     stated = [f"algorithm={config.algorithm}: {note}" for note in notes]
     if config.policy.correction is None and config.correction != ("none",):
@@ -353,13 +392,9 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
     each token's policy loss.
     """
     objective, correction, p = objective_of(config), correction_of(config), config.policy
-    projection = Projection.of(config, mesh, vocab_size, model)
-    options: Keywords = {
-        "softcap": model.final_softcap,
-        "temperature": config.sampling.temperature,
-        "chunk": config.distill.loss_chunk,
-        "mesh": mesh,
-    }
+    own_metrics = config.spec.metrics_asking(TOKENS)
+    projection = signals.Projection.from_config(config, mesh, vocab_size, model)
+    options = _logit_options(config, model, mesh)
 
     def evaluate(policy: Policy) -> LossParts:
         packing, hidden, kernel, batch, flat, frozen, totals = policy
@@ -381,7 +416,10 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
         old, weights = start, None if correction is None else corrected.weights
         if p.bypass:
             old = batch.sampler_logprobs
-        total, _, metrics = policy_loss(objective, logprobs, old, advantages, mask, weights)
+        seen: Keywords = {"entropy": entropy, "ref_logprobs": batch.ref_logprobs}
+        total, _, metrics = policy_loss(
+            objective, logprobs, old, advantages, mask, weights, own_metrics=own_metrics, **seen
+        )
         metrics |= corrected.sums | opd | {"entropy": token_metric(entropy, mask)}
         # A micro-batch's share of the mean that the aggregation stands for.
         by_token = objective.aggregation is token_mean
@@ -400,15 +438,15 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
         if p.entropy_coef > 0:
             total, _ = entropy_term(entropy, mask, aggregation=objective.aggregation)
             loss += p.entropy_coef * (total / terms)
-        sums = {f"policy/{name}": pair for name, pair in metrics.items()}
+        sums = run_names(metrics)
         if config.distill_weight > 0:
-            total, _, more = distill_loss(projection, hidden, kernel, flat, frozen)
+            total, _, more = signals.distill_loss(projection, hidden, kernel, flat, frozen)
             loss += config.distill_weight * total / totals.tokens
-            sums |= {f"distill/{name}": pair for name, pair in sum_by_row(packing, more).items()}
+            sums |= run_names(sum_by_row(packing, more), distil=True)
         elif p.opd_coef > 0 and config.distill.entropy_aware:
-            total, _, more = entropy_aware_loss(projection, hidden, kernel, flat)
+            total, _, more = signals.entropy_aware_loss(projection, hidden, kernel, flat)
             loss += config.policy_weight * p.opd_coef * total / totals.tokens
-            sums |= {f"distill/{name}": pair for name, pair in sum_by_row(packing, more).items()}
+            sums |= run_names(sum_by_row(packing, more), distil=True)
         # The actor divides by the sum of the counts, which is totals.tokens.
         pair = (loss * totals.tokens, batch.sequences.loss_mask.sum(dtype=loss.dtype))
         maxima = {f"policy/{name}": value for name, value in corrected.maxima.items()}
@@ -425,6 +463,13 @@ def sum_by_row(packing: Packing, metrics: Sums) -> Sums:
             total, count = (packing.completions.unpack(x).sum(-1) for x in (total, count))
         rows[name] = total, count
     return rows
+
+
+def run_names(metrics: Sums, *, distil: bool = False) -> Sums:
+    """Returns metrics by their names in a run; those of an algorithm's own have them already."""
+    own = f"{OWN}/"
+    named = {k: f"distill/{k}" if distil else f"policy/{k}" for k in metrics}
+    return {k if k.startswith(own) else named[k]: pair for k, pair in metrics.items()}
 
 
 def policy_metrics(

@@ -29,6 +29,7 @@ from jaxrl.types import (
     RoleScores,
     Rollout,
     TeacherSignal,
+    TokenValues,
     Trained,
     Weights,
 )
@@ -42,6 +43,7 @@ class ActorRole(Protocol):
     """Trains the policy: `roles.actor.Actor`."""
 
     def update(self, rollout: Rollout, scores: RoleScores, step: int) -> Trained: ...
+    def inspect(self, rollout: Rollout, scores: RoleScores | None) -> TokenValues: ...
     def publish(self, version: int) -> Weights: ...
     def publish_to_teacher(self, version: int) -> Weights: ...
     def save(self, folder: Path, step: int) -> int: ...
@@ -98,6 +100,7 @@ class RewardRole(Protocol):
     """Judges completions."""
 
     def score(self, rollout: Rollout) -> RewardReport: ...
+    def use(self, config: Config, given: Mapping[str, bytes]) -> None: ...
 
 
 class GrouperRole(Protocol):
@@ -154,7 +157,8 @@ def call_deadlines(config: Config) -> dict[str, float]:
     """Maps each method that a run calls to the deadline of its calls, in seconds."""
     d = config.deadlines
     return {
-        "update": d.update,
+        **dict.fromkeys(("update", "inspect"), d.update),
+        "use": d.startup,
         **dict.fromkeys(("publish", "publish_to_teacher", "load"), d.weight_sync),
         **dict.fromkeys(("save", "saved"), d.checkpoint),
         "export": d.export,
@@ -164,10 +168,9 @@ def call_deadlines(config: Config) -> dict[str, float]:
     }
 
 
-class Ask(Protocol):
+class CallRole(Protocol):
     """Calls a role: (role, a method of its Protocol, the method's arguments) -> the future of what
-    the method returns. The first argument, and what is in lists and dicts, may be futures.
-    """
+    the method returns. The first argument, and what is in lists and dicts, may be futures."""
 
     @overload
     def __call__(
@@ -196,10 +199,10 @@ class Sources:
 
     config: Config
     prompts: Callable[[int], Sequence[Prompt]]
-    """Batch index -> its prompts; a pure function. As of `PromptStream.batch`, refills included."""
+    """Batch index -> its prompts; a pure function. As in `PromptStream.batch`, refills included."""
     packing: Mapping[str, int]
     """Arguments of `make_rollout`: widths, pad id, row multiple."""
-    call: Ask
+    call: CallRole
     """(role, method, *args, **kwargs) -> the future of the call."""
     wait: Wait
     """future -> its value. Raises `Stopped` if the run was asked to end and does not need the

@@ -4,8 +4,9 @@ rewards, groups, advantages (on the host, in float64). Dynamic sampling fills it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,13 +24,14 @@ from jaxrl.algorithms.protocols import RewardRole, Sources
 from jaxrl.algorithms.similarity import similarity_advantages
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
+from jaxrl.errors import shown
+from jaxrl.losses.algorithm_table import INPUTS, OWN, AlgorithmSpec
 from jaxrl.losses.policy import kl_in_reward
 from jaxrl.process.json_types import Keywords
+from jaxrl.process.plugin import BoundFunction
 from jaxrl.rewards.batch_rewards import (
     ENVIRONMENT,
     KL,
-    MODEL,
-    OF_THE_RUN,
     OVERLONG,
     RewardReport,
     as_rewards,
@@ -71,6 +73,8 @@ def prepare_rewarded(config: Config) -> Prepare:
             rewards = rewards - config.policy.reward_kl_coef * penalty
             metrics["reward/kl"] = float(penalty[: len(rollout.completions)].mean())
         advantages, reported = _advantages(config, rollout, report, rewards, penalties, embedded)
+        for name, metric in config.spec.metrics_asking(INPUTS).items():
+            reported[f"{OWN}/{name}"] = _own_metric(metric, _own_inputs(rollout, report, rewards))
         selection = select_groups(report.task, advantages, rollout.group_ids)
         if penalties:
             selection = select_learnable(config, rollout, report, embedded)
@@ -106,7 +110,7 @@ def prepare_rewarded(config: Config) -> Prepare:
             join_parts(scores["teacher"]) if "teacher" in scores else None,
             rollout.sampler_logprobs,
             advantages.astype(np.float32),
-            reference if config.policy.kl_coef > 0 else None,
+            reference if config.loss_reads_reference else None,
             in_policy=keep,
         )
         return batch, metrics
@@ -129,6 +133,10 @@ def _advantages(
         embedded: None: not known yet; then similarity groups are not, and whole prompts compared.
     """
     ids, policy = rollout.group_ids, config.policy
+    if report.advantages is not None:
+        return report.advantages, {}
+    if config.spec.advantages is not None:
+        return own_advantages(config.spec, rollout, report, rewards), {}
     scaled = config.spec.scale_by_std if policy.scale_by_std is None else policy.scale_by_std
     if credits_turns(config):
         of_turns = turn_advantages(
@@ -147,7 +155,7 @@ def _advantages(
                     advantages[row, begin:end] = next(values)
         return advantages, {}
     if policy.reward_combination == "normalize_then_sum":
-        weights = _weights(config, report) | {name: w for name, (w, _) in penalties.items()}
+        weights = {**report.weights} | {name: w for name, (w, _) in penalties.items()}
         parts = {**report.per_reward, **{name: values for name, (_, values) in penalties.items()}}
         summed = decoupled_rewards(parts, weights, rewards, ids, scale_by_std=scaled)
         return normalise_batch(summed, scale_by_std=scaled), {}
@@ -171,6 +179,68 @@ def _advantages(
     }
 
 
+def own_advantages(
+    spec: AlgorithmSpec, rollout: Rollout, report: RewardReport, rewards: np.ndarray
+) -> np.ndarray:
+    """Computes the advantages of an algorithm that has its own, [B] or [B, C]: 0 at padding, and
+    where there is no reward.
+
+    Raises:
+        UserError: they have another shape, or are not finite.
+    """
+    function, inputs = spec.advantages, _own_inputs(rollout, report, rewards)
+    assert isinstance(function, BoundFunction)
+    shape: tuple[int, ...] = inputs["rewards"].shape
+    if spec.token_advantages:
+        shape = *shape, int(inputs["lengths"].max(initial=0))
+    values = as_floats(function, function(**inputs), shape)
+    everywhere = rollout.sequences.loss_mask.shape[: len(shape)]
+    advantages, rows = np.zeros(everywhere), _rewarded_rows(rollout, rewards)
+    if spec.token_advantages:
+        advantages[rows, : shape[1]] = values
+    else:
+        advantages[rows] = values
+    return advantages
+
+
+def as_floats(function: BoundFunction, values: object, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns what a function of the user's returned, float64; raises UserError where it is of
+    another shape, or not finite."""
+    try:
+        array = np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise function.wrong(f"returns {shown(values)}, which are no numbers") from error
+    if array.shape != shape:
+        raise function.wrong(f"returns an array of shape {array.shape}: it must be {shape}")
+    if not np.isfinite(array).all():
+        first = float(array[~np.isfinite(array)][0])
+        raise function.wrong(f"returns {first}: it must return finite numbers")
+    return array
+
+
+def _own_metric(function: BoundFunction, inputs: Mapping[str, Any]) -> float:
+    return as_floats(function, function(**inputs), ()).item()
+
+
+def _rewarded_rows(rollout: Rollout, rewards: np.ndarray) -> np.ndarray:
+    return np.flatnonzero((rollout.group_ids >= 0) & ~np.isnan(rewards))
+
+
+def _own_inputs(rollout: Rollout, report: RewardReport, rewards: np.ndarray) -> dict[str, Any]:
+    """Returns what functions of an algorithm may ask for (`algorithm_table.INPUTS`)."""
+    rows = _rewarded_rows(rollout, rewards)
+    completions = [rollout.completions[row] for row in rows]
+    return {
+        "rewards": rewards[rows],
+        "group_ids": rollout.group_ids[rows],
+        "lengths": np.array([len(completion.tokens) for completion in completions], int),
+        "truncated": np.array([one.finish_reason == "length" for one in completions], bool),
+        "per_reward": {name: values[rows] for name, values in report.per_reward.items()},
+        "completions": completions,
+        "prompts": [rollout.prompts[row] for row in rows],
+    }
+
+
 def select_learnable(
     config: Config, rollout: Rollout, report: RewardReport, embedded: Embedded | None = None
 ) -> Selection:
@@ -189,24 +259,15 @@ def _kl_of_completions(config: Config, rollout: Rollout, reference: np.ndarray) 
     penalty = np.asarray(kl_in_reward(*logprobs, mask, **options), np.float64).sum(-1)
     dtypes = config.rollout.dtype, config.reference.dtype
     wrong = jnp.full((1, 1), max(ROUNDING[dtype or "float32"] for dtype in dtypes))
-    one = kl_in_reward(wrong, jnp.zeros((1, 1)), jnp.ones((1, 1), bool), **options)
+    token_error = kl_in_reward(wrong, jnp.zeros((1, 1)), jnp.ones((1, 1), bool), **options)
     # The errors of tokens are independent: their sum grows with the root of their number.
-    tolerance = float(one.item() * np.sqrt(mask.sum(-1).max()))
+    tolerance = float(token_error.item() * np.sqrt(mask.sum(-1).max()))
     return remove_rounding(penalty, rollout.group_ids, tolerance)
 
 
 def credits_turns(config: Config) -> bool:
     """Returns whether each turn of an episode has advantages of its own."""
     return config.environment.name is not None and config.environment.credit == "turn"
-
-
-def _weights(config: Config, report: RewardReport) -> dict[str, float]:
-    """Returns the weight of each reward of a report that counts, penalties left out, by name."""
-    own = {MODEL: config.reward.model_weight, ENVIRONMENT: config.environment.weight}
-    weights = {name: weight for name, weight in own.items() if name in report.per_reward}
-    functions = [name for name in report.per_reward if name not in OF_THE_RUN]
-    weights |= zip(functions, config.reward.weights_of_functions, strict=True)
-    return {name: weight for name, weight in weights.items() if weight != 0}
 
 
 def _turn_rewards(config: Config, rollout: Rollout, report: RewardReport) -> list[np.ndarray]:
@@ -216,17 +277,17 @@ def _turn_rewards(config: Config, rollout: Rollout, report: RewardReport) -> lis
     weight, per_reward = config.environment.weight, report.per_reward
     beside = report.task - weight * np.nan_to_num(per_reward[ENVIRONMENT])
     judged = np.zeros(len(beside), bool)
-    for name in _weights(config, report).keys() - {ENVIRONMENT}:
+    for name in report.weights.keys() - {ENVIRONMENT}:
         judged |= ~np.isnan(per_reward[name])
     turns: list[np.ndarray] = [np.zeros(0)] * len(beside)
     for row, completion in enumerate(rollout.completions):
-        own = [turn.reward for turn in completion.turns if turn.role == "assistant"]
-        given = weight * as_rewards(own)
+        rewards = [turn.reward for turn in completion.turns if turn.role == "assistant"]
+        weighted = weight * as_rewards(rewards)
         if weight == 0 or np.isnan(beside[row]):
-            given[:] = np.nan
-        if not np.isnan(beside[row]) and (judged[row] or np.isnan(given).all()):
-            given[-1] = np.nan_to_num(given[-1]) + beside[row]
-        turns[row] = given
+            weighted[:] = np.nan
+        if not np.isnan(beside[row]) and (judged[row] or np.isnan(weighted).all()):
+            weighted[-1] = np.nan_to_num(weighted[-1]) + beside[row]
+        turns[row] = weighted
     return turns
 
 
@@ -264,8 +325,8 @@ def refill_batch(sources: Sources, index: int) -> tuple[Future[Rollout], Future[
         sampling = sources.student_samples(index, attempt)
         judging = sources.call("reward", RewardRole.score, sampling)
         rollout, report = sources.wait(sampling), sources.wait(judging)
-        found, useless = _groups(config, rollout, report)
-        kept += found
+        learnable, useless = _groups(config, rollout, report)
+        kept += learnable
         spare += useless
         reports.append(report)
         rollouts.append(rollout)
@@ -292,15 +353,16 @@ def refill_batch(sources: Sources, index: int) -> tuple[Future[Rollout], Future[
         sent_back=sum(rollout.sent_back for rollout in rollouts),
         waited_s=sum(rollout.waited_s for rollout in rollouts),
         notes=tuple(note for rollout in rollouts for note in rollout.notes),
-        replaced=SampleCounts.of(
+        replaced=SampleCounts.count(
             len(others),
             [group.rollout.completions[row] for group in others for row in group.rows],
             unscored_groups=sum(not group.scored for group in others),
             degenerate_groups=sum(group.scored and not group.teaches for group in others),
+            prompt_tokens=sum(len(g.rollout.prompts[g.rows[0]].tokens) for g in others),
         ),
         student_topk=student_topk,
     )
-    # Of all that was sampled, including what was replaced; failures and seconds are added up.
+    # Metrics of all that was sampled, also of what was replaced; failures and seconds are added up.
     metrics = reward_stats(
         _join_groups(sampled, lambda report: report.rewards), _each_reward(sampled)
     )
@@ -315,6 +377,7 @@ def refill_batch(sources: Sources, index: int) -> tuple[Future[Rollout], Future[
         metrics,
         tuple(note for report in reports for note in report.notes),
         tuple(g.report.messages[row] for g in groups for row in g.rows if g.report.messages),
+        reports[0].weights,
     )
     futures = done_future(batch), done_future(merged)
     for i, future in enumerate(futures):

@@ -27,8 +27,7 @@ class Action:
     kind: Literal["generate", "score", "train", "publish"]
     index: int
     """The batch; for `publish`, the version: how many batches the published weights were trained
-    on.
-    """
+    on."""
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Schedule:
             yield action
 
     @classmethod
-    def after(
+    def resume(
         cls, trained: int, in_flight: int, steps: int, staleness: int, scores_ahead: bool = True
     ) -> Schedule:
         """Returns the schedule once `trained` batches have been trained and published, and the

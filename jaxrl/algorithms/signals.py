@@ -28,25 +28,45 @@ from jaxrl.config.settings import DistillConfig
 from jaxrl.data.rows import find_value, listed
 from jaxrl.errors import UserError, near
 from jaxrl.losses import token_spans
-from jaxrl.losses.algorithm_table import MixtureKind
+from jaxrl.losses.algorithm_table import OWN, PAIR, MixtureKind, SignalSpec
 from jaxrl.losses.chunked import Softcap
 from jaxrl.losses.distill import (
+    Measures,
+    OwnLoss,
+    OwnMetrics,
+    OwnSent,
     divergence_from_hidden,
+    divergence_sums,
     entropy_aware_from_topk,
     topk_divergence_from_hidden,
 )
-from jaxrl.losses.divergence import EntropyAware, LossSums, sampled_reverse_kl
-from jaxrl.losses.head import TeacherMixture, logprobs_at, logprobs_from_hidden, topk_from_hidden
+from jaxrl.losses.divergence import (
+    Divergence,
+    EntropyAware,
+    LossSums,
+    SummedDivergence,
+    make_divergence,
+    sampled_reverse_kl,
+)
+from jaxrl.losses.head import (
+    TeacherMixture,
+    logprobs_at,
+    logprobs_from_hidden,
+    term_values,
+    topk_from_hidden,
+)
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward_packed
 from jaxrl.models.packing import Packing, pack_streams
 from jaxrl.models.parameters import Params, head
 from jaxrl.process.json_types import Keywords
+from jaxrl.process.plugin import BoundFunction
 from jaxrl.types import (
     AlignedSignal,
     Array,
     Frozen,
     HiddenSignal,
+    OwnSignal,
     Prompt,
     Rollout,
     SampledSignal,
@@ -71,24 +91,44 @@ class Projection:
     """Names of several teachers; () where there is one."""
     mixture: MixtureKind | None = None
     """How several are one; None: each row has a teacher of its own."""
-    keyed: bool = False
+    by_row: bool = False
     """Whether rows differ in their teachers, whose metrics are then reported apart."""
     softcap: float | None = None
     """`DecoderConfig.final_softcap` of the student."""
     temperature: Float[Array, ""] | None = None
-    """In the place of `distill.distill_temperature`, where it is an argument of the program."""
+    """Replaces `distill.distill_temperature` where it is an argument of the program."""
+    divergence: Divergence | None = None
+    """The algorithm's own; None: the generalised JSD."""
+    own_signal: SignalSpec | None = None
+    """The algorithm's own."""
+    own_metrics: OwnMetrics = ()
+    """The algorithm's own that are measured as a divergence is."""
 
     @classmethod
-    def of(
+    def from_config(
         cls, config: Config, mesh: Mesh, vocab_size: int, student: DecoderConfig | None = None
     ) -> Projection:
         """
         Args:
             student: for a projection of its hidden states.
         """
-        keyed, names = config.data.teacher_key is not None, tuple(config.teachers)
+        by_row, names = config.data.teacher_key is not None, tuple(config.teachers)
         cap = None if student is None else student.final_softcap
-        return cls(config.distill, mesh, vocab_size, names, config.mixture, keyed, cap)
+        divergence = None
+        if isinstance(config.spec.divergence, BoundFunction):
+            divergence = make_divergence(config.spec.divergence)
+        measured = tuple(
+            (f"{OWN}/{name}", SummedDivergence(function))
+            for name, function in config.spec.metrics_asking(PAIR).items()
+        )
+        made = cls(config.distill, mesh, vocab_size, names, config.mixture, by_row, cap)
+        own = config.spec.signal
+        if own is not None and mesh.shape.get("tensor", 1) > 1:
+            raise UserError(
+                "an algorithm's own signal needs all of the vocabulary on one device: set"
+                " actor.parallel.tensor=1 and teacher.parallel.tensor=1"
+            )
+        return replace(made, divergence=divergence, own_metrics=measured, own_signal=own)
 
     @property
     def options(self) -> Keywords:
@@ -99,31 +139,44 @@ class Projection:
         return options | {"temperature": temperature, "softcap": self.softcap, "lean": d.lean}
 
     @property
+    def measures(self) -> Measures:
+        return {
+            "beta": self.distill.jsd_beta,
+            "divergence": self.divergence,
+            "own_metrics": self.own_metrics,
+        }
+
+    @property
     def term(self) -> EntropyAware:
         d = self.distill
         return EntropyAware(threshold=d.entropy_threshold, top_k=d.entropy_top_k)
 
 
 def signal_tensors(
-    distill: DistillConfig, dtype: str, width: int
+    distill: DistillConfig, dtype: str, width: int, own: SignalSpec | None = None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Lists the tensors of a signal: name -> dtype, and the shape for each token.
 
     Args:
         dtype, width: of hidden states.
+        own: of an algorithm that has one.
     """
+    if own is not None:
+        return dict(own.tensors)
     if distill.signal == "hidden":
         return {"hidden": (dtype, (width,))}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {"token_logprobs": ("float32", ())}
     if distill.signal != "sampled":
-        tensors = _best("topk_ids", "topk_logprobs", "tail_logprob", distill.top_k)
+        tensors = _best_tensors("topk_ids", "topk_logprobs", "tail_logprob", distill.top_k)
     if distill.entropy_aware:
-        tensors |= _best("best_ids", "best_logprobs", "best_tail", distill.entropy_top_k)
+        tensors |= _best_tensors("best_ids", "best_logprobs", "best_tail", distill.entropy_top_k)
         tensors["entropy"] = ("float32", ())
     return tensors
 
 
-def _best(ids: str, logprobs: str, tail: str, k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _best_tensors(
+    ids: str, logprobs: str, tail: str, k: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {ids: ("int32", (k,)), logprobs: ("float32", (k,)), tail: ("float32", ())}
 
 
@@ -133,7 +186,7 @@ def completion_hidden(
     """Computes the hidden states that predict the tokens of the completions. This is the only place
     that shifts by one token. The options are those of `forward_packed`."""
     hidden = forward_packed(model, params, packing, mesh=mesh, **options)
-    return packing.predicting(hidden, mesh)
+    return packing.select_predictors(hidden, mesh)
 
 
 def completion_logprobs(
@@ -174,7 +227,7 @@ def pack_completions(packing: Packing, batch: TrainBatch) -> TrainBatch:
 
 
 def score_completions(
-    p: Projection,
+    projection: Projection,
     model: DecoderConfig,
     params: Params,
     sequences: Sequences,
@@ -190,10 +243,10 @@ def score_completions(
         alignment, outcomes: of a teacher with another tokenizer, whose tokens `sequences` are; the
             signal is then at the student's (`losses.token_spans`).
     """
-    packing = pack_streams(sequences, p.mesh)
-    hidden, kernel = completion_hidden(model, params, packing, p.mesh), head(params)
+    packing = pack_streams(sequences, projection.mesh)
+    hidden, kernel = completion_hidden(model, params, packing, projection.mesh), head(params)
     if alignment is not None and outcomes is not None:
-        d, options = p.distill, p.options | {"softcap": model.final_softcap}
+        d, options = projection.distill, projection.options | {"softcap": model.final_softcap}
         sent = token_spans.aligned_signal(
             hidden,
             kernel,
@@ -204,12 +257,14 @@ def score_completions(
             **options,
         )
         sent = jax.tree.map(packing.completions.unpack, sent)
-        return token_spans.at_student_tokens(sent, alignment)
-    return _unpacked(p, packing, hidden, kernel, sequences, ids, None, model.final_softcap)
+        return token_spans.align_to_student(sent, alignment)
+    return _unpack_signal(
+        projection, packing, hidden, kernel, sequences, ids, None, model.final_softcap
+    )
 
 
 def mixture_signal(
-    p: Projection,
+    projection: Projection,
     hidden: Sequence[Float[Array, "B C _"]],
     kernels: Sequence[Float[Array, "_ _"]] | None,
     softcaps: Sequence[Softcap],
@@ -223,14 +278,15 @@ def mixture_signal(
     Args:
         kernels: the LM head of each; None for the signal `hidden`.
     """
-    if p.distill.signal == "hidden":
+    if projection.distill.signal == "hidden":
         return HiddenSignal(jnp.concatenate(hidden, -1))
-    assert p.mixture is not None and kernels is not None
-    packing = pack_streams(sequences, p.mesh)
+    assert projection.mixture is not None and kernels is not None
+    packing = pack_streams(sequences, projection.mesh)
     shares = jnp.repeat(weights[:, None], sequences.loss_mask.shape[1], 1)
     streams, shares = jax.tree.map(packing.completions.pack, (tuple(hidden), shares))
-    mixture = TeacherMixture(p.mixture, shares)
-    return _unpacked(p, packing, streams, tuple(kernels), sequences, ids, mixture, softcaps)
+    mixture = TeacherMixture(projection.mixture, shares)
+    teachers = streams, tuple(kernels)
+    return _unpack_signal(projection, packing, *teachers, sequences, ids, mixture, softcaps)
 
 
 def merge_signal(
@@ -254,8 +310,8 @@ def merge_signal(
     return merged
 
 
-def _unpacked(
-    p: Projection,
+def _unpack_signal(
+    projection: Projection,
     packing: Packing,
     hidden: Float[Array, "X m Dt"] | Sequence[Array],
     kernel: Float[Array, "Vt Dt"] | Sequence[Array],
@@ -266,16 +322,16 @@ def _unpacked(
 ) -> TeacherSignal:
     completions = pack_completions(packing, TrainBatch(sequences)).sequences
     asked = jax.tree.map(packing.completions.pack, ids)
-    streams = teacher_signal(p, hidden, kernel, completions, asked, mixture, softcap)
+    streams = teacher_signal(projection, hidden, kernel, completions, asked, mixture, softcap)
     signal: TeacherSignal = jax.tree.map(packing.completions.unpack, streams)
-    if p.distill.signal == "student_topk":  # at padding too the ids are those that were asked for
+    if projection.distill.signal == "student_topk":  # the ids asked for, at padding too
         assert isinstance(signal, TopKSignal)
         return replace(signal, topk_ids=ids)
     return signal
 
 
 def teacher_signal(
-    p: Projection,
+    projection: Projection,
     hidden: Float[Array, "B C Dt"] | Sequence[Array],
     kernel: Float[Array, "Vt Dt"] | Sequence[Array],
     sequences: Sequences,
@@ -283,22 +339,28 @@ def teacher_signal(
     mixture: TeacherMixture | None = None,
     softcap: Softcap | Sequence[Softcap] = None,
 ) -> TeacherSignal:
-    """Computes what `distill.signal` asks for, of hidden states and a head. Arguments as of
+    """Computes what `distill.signal` asks for, of hidden states and a head. Arguments as in
     `score_completions`; of a mixture, hidden states, head and softcap of each teacher."""
-    if p.distill.signal == "hidden":
+    if projection.distill.signal == "hidden":
         return HiddenSignal(hidden)
     teachers = hidden, kernel
-    options = p.options | {"softcap": softcap}
+    if projection.own_signal is not None:
+        send = projection.own_signal.send
+        assert isinstance(send, BoundFunction)
+        ids = completion_tokens(sequences)
+        options = projection.options | {"softcap": softcap}
+        return OwnSignal(term_values(OwnSent(send), *teachers, {"ids": ids}, **options))
+    options = projection.options | {"softcap": softcap}
     mixed = options | {"mixture": mixture}
     uncertainty: dict[str, Array] = {}
-    if p.distill.entropy_aware:
-        best = topk_from_hidden(*teachers, p.distill.entropy_top_k, **mixed)
+    if projection.distill.entropy_aware:
+        best = topk_from_hidden(*teachers, projection.distill.entropy_top_k, **mixed)
         uncertainty = {"best_ids": best.ids, "best_logprobs": best.logprobs}
         uncertainty |= {"best_tail": best.tail_logprob, "entropy": best.entropy}
-    if p.distill.signal == "topk":
-        best = topk_from_hidden(*teachers, p.distill.top_k, **mixed)
+    if projection.distill.signal == "topk":
+        best = topk_from_hidden(*teachers, projection.distill.top_k, **mixed)
         return TopKSignal(best.ids, best.logprobs, best.tail_logprob, **uncertainty)
-    if p.distill.signal == "student_topk":
+    if projection.distill.signal == "student_topk":
         logprobs, tail = logprobs_at(*teachers, ids, **mixed)
         return TopKSignal(ids, logprobs, tail, **uncertainty)
     tokens = completion_tokens(sequences)
@@ -310,7 +372,7 @@ def teacher_signal(
 
 
 def distill_loss(
-    p: Projection,
+    projection: Projection,
     hidden: Float[Array, "B C D"],
     kernel: Float[Array, "V D"],
     batch: TrainBatch,
@@ -325,7 +387,7 @@ def distill_loss(
             logits have one; one for each of several teachers.
             `outcomes` (`losses.token_spans`), of a teacher with another tokenizer.
     """
-    d, signal, mask = p.distill, batch.teacher, batch.sequences.loss_mask
+    d, signal, mask = projection.distill, batch.teacher, batch.sequences.loss_mask
     if isinstance(signal, AlignedSignal):
         tokens = completion_tokens(batch.sequences)
         return token_spans.span_loss(
@@ -334,75 +396,85 @@ def distill_loss(
             signal,
             *(frozen["outcomes"], frozen.get("teacher_head")),
             teacher_softcap=frozen.get("teacher_softcap"),
-            beta=d.jsd_beta,
             ratio_cap=d.ratio_cap,
-            **p.options,
+            **projection.measures,
+            **projection.options,
         )
+    if isinstance(signal, OwnSignal):
+        assert projection.own_signal is not None
+        own = projection.own_signal.loss
+        assert isinstance(own, BoundFunction)
+        given = signal.tensors | {"ids": completion_tokens(batch.sequences)}
+        return divergence_sums(OwnLoss(own), [(hidden, kernel)], mask, given, **projection.options)
     if isinstance(signal, HiddenSignal):
         heads, teachers, mixture = frozen["teacher_head"], signal.hidden, None
-        if p.teachers:
+        if projection.teachers:
             widths = [head.shape[1] for head in heads]
             # Without a mixture a row has the states of its own teacher alone, from the first on.
             teachers = [signal.hidden[..., :width] for width in widths]
-            if p.mixture is not None:
+            if projection.mixture is not None:
                 teachers = jnp.split(signal.hidden, np.cumsum(widths)[:-1], axis=-1)
             # Where each row has one teacher, a weight of 1 leaves that teacher's logits as they
             # are.
-            mixture = TeacherMixture(p.mixture or "geometric", batch.teacher_weights)
+            mixture = TeacherMixture(projection.mixture or "geometric", batch.teacher_weights)
         total, count, metrics = divergence_from_hidden(
             *(hidden, kernel, teachers, heads, mask),
             mixture=mixture,
             teacher_softcap=frozen.get("teacher_softcap"),
-            beta=d.jsd_beta,
-            entropy_aware=p.term if d.entropy_aware else None,
-            **p.options,
+            entropy_aware=projection.term if d.entropy_aware else None,
+            **projection.measures,
+            **projection.options,
         )
     elif isinstance(signal, TopKSignal):
         sent = signal.topk_ids, signal.topk_logprobs, signal.tail_logprob
         total, count, metrics = topk_divergence_from_hidden(
-            hidden, kernel, *sent, mask, beta=d.jsd_beta, **p.options
+            hidden, kernel, *sent, mask, **projection.measures, **projection.options
         )
     else:
         assert isinstance(signal, SampledSignal)
         tokens = completion_tokens(batch.sequences)
         total, count, metrics = sampled_reverse_kl(
-            logprobs_from_hidden(hidden, kernel, tokens, mask=mask, **p.options),
+            logprobs_from_hidden(hidden, kernel, tokens, mask=mask, **projection.options),
             signal.token_logprobs,
             mask,
             sampler_logprobs=batch.sampler_logprobs,
             ratio_cap=d.ratio_cap,
         )
-    if p.keyed:
+    if projection.by_row:
         # At the tokens of each teacher; a token of several counts by their weights.
         sums, counts = metrics.get("divergence") or metrics["reverse_kl_k1"]
-        for k, name in enumerate(p.teachers):
+        for k, name in enumerate(projection.teachers):
             share = batch.teacher_weights[..., k]
             metrics[f"{name}/divergence"] = ((share * sums).sum(), (share * counts).sum())
     if isinstance(signal, HiddenSignal) or signal.best_ids is None:
         return total, count, metrics
-    extra, _, more = entropy_aware_loss(p, hidden, kernel, batch)
+    extra, _, more = entropy_aware_loss(projection, hidden, kernel, batch)
     return total + extra, count, metrics | more
 
 
 def entropy_aware_loss(
-    p: Projection, hidden: Float[Array, "B C D"], kernel: Float[Array, "V D"], batch: TrainBatch
+    projection: Projection,
+    hidden: Float[Array, "B C D"],
+    kernel: Float[Array, "V D"],
+    batch: TrainBatch,
 ) -> LossSums:
     """Computes the entropy-aware term alone, from what the teacher sends for it."""
     signal = batch.teacher
     assert isinstance(signal, Uncertainty)
     mask = batch.sequences.loss_mask
-    return entropy_aware_from_topk(hidden, kernel, signal, mask, term=p.term, **p.options)
+    term, options = projection.term, projection.options
+    return entropy_aware_from_topk(hidden, kernel, signal, mask, term=term, **options)
 
 
 def policy_topk(
-    p: Projection, model: DecoderConfig, params: Params, sequences: Sequences
+    projection: Projection, model: DecoderConfig, params: Params, sequences: Sequences
 ) -> Int[Array, "B C K"]:
     """Returns the policy's most probable tokens, for which the signal `student_topk` sends
     log-probs."""
-    packing = pack_streams(sequences, p.mesh)
-    hidden = completion_hidden(model, params, packing, p.mesh)
-    options = p.options | {"softcap": model.final_softcap}
-    best = topk_from_hidden(hidden, head(params), p.distill.top_k, **options)
+    packing = pack_streams(sequences, projection.mesh)
+    hidden = completion_hidden(model, params, packing, projection.mesh)
+    options = projection.options | {"softcap": model.final_softcap}
+    best = topk_from_hidden(hidden, head(params), projection.distill.top_k, **options)
     return packing.completions.unpack(best.ids)
 
 
@@ -426,8 +498,8 @@ def add_teacher_weights(
     assert weights is not None, "there are several teachers"
     mask = np.asarray(batch.sequences.loss_mask)
     tokens = mask.sum(-1) @ weights.astype(np.float64)
-    each = zip(config.teachers, tokens, strict=True)
-    metrics = {f"distill/{name}/tokens": float(count) for name, count in each}
+    pairs = zip(config.teachers, tokens, strict=True)
+    metrics = {f"distill/{name}/tokens": float(count) for name, count in pairs}
     shares = np.repeat(weights[:, None], mask.shape[1], 1)
     return replace(batch, teacher_weights=shares), metrics
 
@@ -444,20 +516,20 @@ def row_weights(config: Config, columns: Mapping[str, object], where: str) -> tu
     """
     key, names = config.data.teacher_key, tuple(config.teachers)
     if key is None:
-        fixed = [one.weight or 1.0 for one in config.teachers.values()]
+        fixed = [teacher.weight or 1.0 for teacher in config.teachers.values()]
         return tuple(weight / sum(fixed) for weight in fixed)
-    given = find_value(columns, key)
-    if isinstance(given, str) and given in names:
-        return tuple(float(name == given) for name in names)
-    if config.mixture is None or not isinstance(given, Mapping):
-        hint = near(given, names) if isinstance(given, str) else ""
-        found = f"has {given!r} there" if key in columns else "has no such field"
+    stated = find_value(columns, key)
+    if isinstance(stated, str) and stated in names:
+        return tuple(float(name == stated) for name in names)
+    if config.mixture is None or not isinstance(stated, Mapping):
+        hint = near(stated, names) if isinstance(stated, str) else ""
+        problem = f"has {stated!r} there" if key in columns else "has no such field"
         raise UserError(
-            f"data.teacher_key={key}: {where} {found}; it must name one of the teachers"
+            f"data.teacher_key={key}: {where} {problem}; it must name one of the teachers"
             f" {listed(names)}{hint}"
         )
     # A table of rows with different names has null for those that a row leaves out.
-    weights = {name: weight for name, weight in given.items() if weight is not None}
+    weights = {name: weight for name, weight in stated.items() if weight is not None}
     wrong = any(
         name not in names or not isinstance(weight, Real) or not 0 <= float(weight) < np.inf
         for name, weight in weights.items()

@@ -32,7 +32,7 @@ SMALLEST_FACTOR = 0.1
 
 
 def canonical_order(texts: Sequence[str | bytes]) -> Int[np.ndarray, " N"]:
-    """Indices by the hash of the text, then by index: an order that no batch layout changes."""
+    """Sorts indices by the hash of the text, then by index: no batch layout changes that order."""
 
     def key(i: int) -> tuple[bytes, int]:
         text = texts[i]
@@ -133,16 +133,16 @@ def silhouette(distance: Float[np.ndarray, "N N"], labels: Int[np.ndarray, " N"]
     Rousseeuw 1987. Needs 2 to N - 1 clusters.
     """
     n = len(labels)
-    _, own, size = np.unique(labels, return_inverse=True, return_counts=True)
+    _, label, size = np.unique(labels, return_inverse=True, return_counts=True)
     assert 2 <= len(size) < n, f"{len(size)} clusters of {n} samples have no silhouette"
-    member = own[:, None] == np.arange(len(size))[None, :]
+    member = label[:, None] == np.arange(len(size))[None, :]
     sums = distance @ member
     rows = np.arange(n)
-    a = sums[rows, own] / np.maximum(size[own] - 1, 1)
+    a = sums[rows, label] / np.maximum(size[label] - 1, 1)
     b = np.where(member, np.inf, sums / size[None, :]).min(-1)
     widest = np.maximum(a, b)
     score = np.where(widest > 0, (b - a) / np.where(widest > 0, widest, 1), 0)
-    return float(np.where(size[own] > 1, score, 0).mean())
+    return float(np.where(size[label] > 1, score, 0).mean())
 
 
 def connected_components(
@@ -224,15 +224,15 @@ def similarity_advantages(
         task: the rewards before penalties for length and KL, which the uses distinct, smi and mmr
             change; the penalties are added as they are. None: `rewards` have none.
     """
-    o = GrouperConfig() if options is None else options
+    options = options or GrouperConfig()
     values, ids = as_rewards(rewards), np.asarray(group_ids)
     earned = values if task is None else as_rewards(task)
     labels = np.full(len(ids), -1)
-    shaped, shape = values.copy(), SHAPES.get(o.use)
+    shaped, shape = values.copy(), SHAPES.get(options.use)
     scores, counts = [], []
-    settings: dict[str, float] = {"tau": o.tau}
-    if o.method == "agglomerative_silhouette":
-        settings = {"max_clusters": o.max_clusters, "min_silhouette": o.min_silhouette}
+    settings: dict[str, float] = {"tau": options.tau}
+    if options.method == "agglomerative_silhouette":
+        settings = {"max_clusters": options.max_clusters, "min_silhouette": options.min_silhouette}
     for prompt in np.unique(ids[(ids >= 0) & ~np.isnan(values)]):
         rows = np.flatnonzero((ids == prompt) & ~np.isnan(values))
         members = rows.tolist()
@@ -246,19 +246,19 @@ def similarity_advantages(
         similarity = np.eye(len(rows))
         both = np.ix_(answered, answered)
         similarity[both] = similarities(np.asarray(embeddings)[rows[answered]])
-        found = np.arange(len(rows))
+        clusters = np.arange(len(rows))
         if answered.any():
-            found[answered] = len(rows) + METHODS[o.method](similarity[both], **settings)
-        found = _renumber(found)
+            clusters[answered] = len(rows) + METHODS[options.method](similarity[both], **settings)
+        clusters = _renumber(clusters)
         if shape is not None:
             penalties = values[rows] - earned[rows]
-            shaped[rows] = shape(earned[rows], found, similarity, o) + penalties
-        labels[rows] = labels.max() + 1 + found
-        counts.append(int(found.max()) + 1)
+            shaped[rows] = shape(earned[rows], clusters, similarity, options) + penalties
+        labels[rows] = labels.max() + 1 + clusters
+        counts.append(int(clusters.max()) + 1)
         if 2 <= counts[-1] < len(rows):
-            scores.append(silhouette(1 - similarity, found))
+            scores.append(silhouette(1 - similarity, clusters))
     prompts = np.where(labels < 0, -1, ids)
-    advantages = ADVANTAGES.get(o.use, _prompt_advantages)(shaped, labels, prompts, o)
+    advantages = ADVANTAGES.get(options.use, _prompt_advantages)(shaped, labels, prompts, options)
     placed = np.flatnonzero(labels >= 0).tolist()
     unfinished = 0 if texts is None else sum(texts[i] is None for i in placed)
     _, size = np.unique(labels[labels >= 0], return_counts=True)
@@ -274,29 +274,29 @@ def similarity_advantages(
     return Grouped(advantages, labels, metrics)
 
 
-def _prompt_advantages(values: Array, labels: Array, prompts: Array, o: GrouperConfig) -> Array:
-    return group_advantages(values, prompts, scale_by_std=o.std_scope != "none")
+def _prompt_advantages(values: Array, labels: Array, prompts: Array, how: GrouperConfig) -> Array:
+    return group_advantages(values, prompts, scale_by_std=how.std_scope != "none")
 
 
-def _cluster_advantages(values: Array, labels: Array, prompts: Array, o: GrouperConfig) -> Array:
+def _cluster_advantages(values: Array, labels: Array, prompts: Array, how: GrouperConfig) -> Array:
     scopes = {"cluster": labels, "prompt": prompts, "none": None}
-    return standardise_groups(values, labels, scopes[o.std_scope])
+    return standardise_groups(values, labels, scopes[how.std_scope])
 
 
-def _blend(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig) -> Array:
+def _blend(values: Array, labels: Array, prompts: Array, how: GrouperConfig) -> Array:
     """Returns alpha times the cluster's advantage plus 1 - alpha times the prompt's (Stratified
     GRPO, arXiv 2510.06214)."""
-    inside = _cluster_advantages(values, labels, prompts, o)
-    return o.alpha * inside + (1 - o.alpha) * _prompt_advantages(values, labels, prompts, o)
+    inside = _cluster_advantages(values, labels, prompts, how)
+    return how.alpha * inside + (1 - how.alpha) * _prompt_advantages(values, labels, prompts, how)
 
 
-def _size_weight(values: Array, labels: Array, prompts: Array, o: GrouperConfig) -> Array:
+def _size_weight(values: Array, labels: Array, prompts: Array, how: GrouperConfig) -> Array:
     """Returns |c|^-alpha times the prompt's advantage (arXiv 2601.08763)."""
     _, inverse, size = np.unique(labels, return_inverse=True, return_counts=True)
-    return size[inverse] ** -o.alpha * _prompt_advantages(values, labels, prompts, o)
+    return size[inverse] ** -how.alpha * _prompt_advantages(values, labels, prompts, how)
 
 
-def _distinct(values: Array, labels: Array, similarity: Array, o: GrouperConfig) -> Array:
+def _distinct(values: Array, labels: Array, similarity: Array, how: GrouperConfig) -> Array:
     """Returns R max((G - |c|) / (G - 1), 0.1) (DARLING, arXiv 2509.02534)."""
     _not_negative(values, "distinct")
     size = np.bincount(labels)[labels]
@@ -304,7 +304,7 @@ def _distinct(values: Array, labels: Array, similarity: Array, o: GrouperConfig)
     return values * np.maximum((len(labels) - size) / others, SMALLEST_FACTOR)
 
 
-def _smi(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig) -> Array:
+def _smi(values: Array, labels: Array, similarity: Array, how: GrouperConfig) -> Array:
     """Returns R / sum_j s_ij with j = i in the sum (DRA-GRPO, arXiv 2505.09655).
 
     Opposite embeddings may not bring the sum below 0.1.
@@ -313,7 +313,7 @@ def _smi(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: Grou
     return values / np.maximum(similarity.sum(-1), SMALLEST_FACTOR)
 
 
-def _mmr(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig) -> Array:
+def _mmr(values: Array, labels: Array, similarity: Array, how: GrouperConfig) -> Array:
     """Returns lambda R_i - (1 - lambda) max(0, max_j s_ij) over the j picked before i, best score
     first (maximal marginal relevance, arXiv 2601.09085).
 
@@ -322,14 +322,14 @@ def _mmr(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: Grou
     nearest = np.zeros(len(values))
     scores, left = np.zeros(len(values)), np.ones(len(values), bool)
     for _ in range(len(values)):
-        score = o.mmr_lambda * values - (1 - o.mmr_lambda) * nearest
+        score = how.mmr_lambda * values - (1 - how.mmr_lambda) * nearest
         pick = int(np.argmax(np.where(left, score, -np.inf)))
         scores[pick], left[pick] = score[pick], False
         nearest = np.maximum(nearest, similarity[pick])
     return scores
 
 
-def _not_negative(values: np.ndarray, use: str) -> None:
+def _not_negative(values: Array, use: str) -> None:
     if values.min() < 0:
         raise UserError(
             f"use={use} multiplies rewards and needs them at 0 or above; one is {values.min():g}. "

@@ -29,12 +29,13 @@ from jaxrl.config.section import show_value
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
 from jaxrl.plan import target_plan
-from jaxrl.plan.declarations import LARGEST, RunPrograms, largest_line, size_text
-from jaxrl.plan.live_arrays import Array, live_arrays
+from jaxrl.plan.declarations import RunPrograms
+from jaxrl.plan.live_arrays import Array
+from jaxrl.plan.peaks import largest_line, planned_bytes, size_text, walk
 from jaxrl.plan.plan_inputs import GB, MB
 from jaxrl.plan.search import Candidate, Change
 from jaxrl.plan.table import Plan
-from jaxrl.process.streams import silenced, table_lines
+from jaxrl.process.streams import silence_stderr, table_lines
 from jaxrl.roles.declared import Program
 from jaxrl.run.names import with_commits
 from jaxrl.sampling.decode import NO_MERGING
@@ -263,7 +264,7 @@ def check(
             f"--compile {name}: the actor's programs depend on the teacher's model, and {unknown}"
         )
     prepare()
-    with silenced():
+    with silence_stderr():
         target = machine(name)
     config, on_hub = with_commits(config, dry=True)
     for note in on_hub:
@@ -305,7 +306,7 @@ def traffic(report: Report) -> dict[str, Traffic]:
 
 def _compiled(config: Config, target: TargetMachine, progress: Callable[[str], None]) -> Report:
     """Plans a run for a machine and compiles its programs."""
-    plan = target_plan(config, needed_roles(config), target)
+    plan = target_plan(config, needed_roles(config), target, room=True)
     ended = threading.Event()
     given = (config, target.name, progress, ended)
     with ThreadPoolExecutor(PROCESSES) as pool:
@@ -357,9 +358,9 @@ def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iter
             beside = [r for r in plan.accounts if r != role]
             beside = [r for r in beside if not {*where[r].devices}.isdisjoint(devices)]
             others = programs.held_by(beside, program.stage)
-            planned, live = plan.accounts[role].planned(program), live_arrays(program)
+            planned = planned_bytes(program, plan.inputs.target)
             row = Checked(role, program.name, len(devices), planned, program.calls)
-            largest = live.arrays[:LARGEST]
+            largest = walk(program, plan.inputs.target).arrays
             row = replace(row, otherwise=program.otherwise, others=others, largest=largest)
             yield row
             begin = time.monotonic()

@@ -242,7 +242,8 @@ def _split(size: int, parts: int) -> int:
 
 class Search:
     """Tries placements and keys on a machine: for each placement it improves one key after the
-    other, which finds a good choice, not always the best."""
+    other, which finds a good choice, not always the best. Seconds take no time to predict, and
+    bytes do: they are asked of what is fast enough alone."""
 
     def __init__(self, plan: Plan, target: TargetMachine, compiled: Mapping[str, Traffic]):
         """
@@ -260,12 +261,25 @@ class Search:
         )
 
     def best(self) -> list[Candidate]:
-        """Returns the fastest found for each placement that fits, the fastest first, each with the
-        axes as the run's config has them, or leaves them to the plan, where these are the same."""
-        found = [self._improve(self.now)]
+        """Returns the fastest found for the placement of the run and for others that fit, the
+        fastest first, each with the axes as the run's config has them, or leaves them to the plan,
+        where these are the same. Placements that cannot be among the first of the table are left
+        out."""
+        config = self.now.config
+        for role, present in self.now.setting.axes.items():
+            config = _with_axes(config, role, present)
+        found = [self._improve(replace(self.now, config=config))]
+        fastest = list[Candidate]()
         for mesh in splits(self.inputs.placement):
             with suppress(UserError):
-                found.append(self._improve(self._move(mesh)))
+                fastest.append(self._improve(_unlimited(self._move(mesh)), unlimited=True))
+        for candidate in sorted(fastest, key=lambda x: x.step):
+            shown = sorted(x.step for x in found if x.fits)[:SHOWN]
+            if len(shown) == SHOWN and shown[-1] <= candidate.step:
+                break
+            with suppress(UserError):
+                start = replace(candidate, completed=self.now.completed)
+                found.append(self._improve(start))
         fitting = []
         for candidate in sorted((x for x in found if x.fits), key=lambda x: x.step):
             config, axes = candidate.config, candidate.setting.axes
@@ -298,46 +312,70 @@ class Search:
             candidate = replace(candidate, config=axes)
         return candidate
 
-    def _improve(self, start: Candidate) -> Candidate:
-        best = start
+    def _improve(self, start: Candidate, *, unlimited: bool = False) -> Candidate:
+        """Returns the run with the keys that make it fit and then faster, or with `unlimited` with
+        those that make it faster as if everything fitted."""
+        best, better = start, _faster if unlimited else _better
+        roles = [role for role in self.inputs.roles if role in PREDICTED]
+        keys = [(role, "") for role in roles]
+        keys += [(role, x.key) for role in roles for x in start.remedies(role) if x.timed]
         for _ in range(ROUNDS):
             before = best
-            for options in self._options(best):
-                for tried in (replace(best, config=config) for config in options):
+            for role, key in keys:
+                fits = unlimited or best.fits
+                if not fits and best.pool(best.inputs.placement.roles[role].pool).fits:
+                    continue  # another pool has to become smaller
+                for config in list(_values(best, role, key, fits)):
+                    tried, was = replace(best, config=config), best
                     with suppress(UserError):
-                        if _better(tried, best):
-                            best = tried
+                        best = tried if better(tried, best) else best
+                    if key and not fits and best is was:
+                        break  # what takes still less memory does not help either
             if best is before:
                 break
         return best
 
-    def _options(self, at: Candidate) -> Iterator[list[Config]]:
-        """Yields, for each key, the configs with its values."""
-        roles = [role for role in self.inputs.roles if role in PREDICTED]
-        for role in roles:
-            yield list(_axes(at, role))
-        for role in roles:
-            for remedy in at.remedies(role):
-                if remedy.timed:
-                    values = (*remedy.faster, *remedy.smaller)
-                    yield [set_key(at.config, remedy.key, value) for value in values]
+
+def _values(at: Candidate, role: str, key: str, fits: bool) -> Iterator[Config]:
+    """Yields the config with each value of a key, or with each of the possible axes of a role for
+    an empty key: of a run that does not fit, only values that take less memory."""
+    if not key:
+        yield from _axes(at, role)
+    for remedy in at.remedies(role) if key else ():
+        if remedy.key == key:
+            for value in (*(remedy.faster if fits else ()), *remedy.smaller):
+                yield set_key(at.config, key, value)
+
+
+def _unlimited(candidate: Candidate) -> Candidate:
+    """Returns it with what is the fastest where the config is silent, as if everything fitted."""
+    return replace(candidate, completed=lambda config, inputs: config)
 
 
 def _better(tried: Candidate, best: Candidate) -> bool:
     """Returns whether a candidate is to be preferred: one that fits, or comes nearer to it, and of
-    two that fit the faster, or the one whose stages take less work."""
+    two that fit the faster."""
     if not best.fits:
-        return tried.excess < best.excess
+        return tried.exceeds_less(best)
+    return _faster(_unlimited(tried), best) and _faster(tried, best) and tried.fits
+
+
+def _faster(tried: Candidate, best: Candidate) -> bool:
+    """Returns whether a candidate's step is shorter, or no longer and its stages take less work."""
     worked, now = (sum(x.stages.values()) for x in (tried, best))
     quicker = tried.step <= best.step and worked * WORTH < now
-    return (quicker or tried.step * WORTH < best.step) and tried.fits
+    return quicker or tried.step * WORTH < best.step
 
 
 def _axes(at: Candidate, role: str) -> Iterator[Config]:
     """Yields the config with each of the possible axes of a role."""
     for axes in at.inputs.possible_axes(at.config, role):
-        above = {axis: size for axis, size in axes._asdict().items() if size > 1}
-        yield with_axes(at.config, role, **above or {"fsdp" if role == "actor" else "data": 1})
+        yield _with_axes(at.config, role, axes)
+
+
+def _with_axes(config: Config, role: str, axes: Axes) -> Config:
+    above = {axis: size for axis, size in axes._asdict().items() if size > 1}
+    return with_axes(config, role, **above or {"fsdp" if role == "actor" else "data": 1})
 
 
 def candidate_lines(now: Candidate, found: Sequence[Candidate]) -> list[str]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config.paths import CODE, without_folders
 from jaxrl.config.roles import NamedTeacherConfig
 from jaxrl.config.schema import Config
+from jaxrl.config.section import FREE
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hf, hub
 from jaxrl.formats.weights import gguf_parts
@@ -104,46 +106,51 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
 
 
-FREE = re.compile(
-    r"mesh|name|run_dir|resume|resume_changed|compile_cache|launcher"
-    r"|(checkpoint|deadlines|logging|offload|profile|ray)\..*|.*\.(parallel\.\w+|devices|lazy)"
-    r"|teacher\.(address|service_threads|ca_file)"
-    r"|(reward|environment)\.(workers|timeout|memory_mb|max_failures|max_processes)"
-)
-"""Keys that change where and how a run works, never what it computes."""
-REPORTED = re.compile(
-    r"\w+\.(dtype|param_dtype|moment_dtype|reduce_dtype|micro_batch_tokens|num_microbatches|batch_tokens)"
-    r"|rollout\.(slots|launch_tokens|cache_tokens|layout|merge)|student\.base_dtype|steps|deterministic"
-    r"|distill\.chunk_tokens"
-)
-"""Keys that may change, and are reported: precision, kernels and memory, for other devices; numbers
-differ from then on, if by rounding alone. And more steps."""
 GIVEN_MODEL = "given-model"
 """Begins the name of the folder in a run directory that holds a model which a Python program gave;
 a digest of its weights ends it."""
 _ABSENT = object()
 
 
-def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[str]:
-    """Returns the changes that matter, one per line.
+@dataclass(frozen=True)
+class Change:
+    """Something that is not what it was at the checkpoint that a run resumes from."""
+
+    what: str
+    """A key of the config, or the name of what the run depends on."""
+    text: str
+    """For the reader."""
+    asked: bool = False
+    """Whether it had to be allowed by `resume_changed`: it changes what is learned."""
+    remakes: bool = False
+    """Whether what was generated ahead is generated again."""
+    decides: str = ""
+    """As of `OnResume`."""
+
+
+def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[Change]:
+    """Returns the changes of keys that matter. What each key allows is part of its declaration
+    (`config.section.OnResume`).
 
     Args:
         old: the mapping in the run directory's `config.yaml`.
 
     Raises:
-        UserError: the run is another one; the keys that differ are named.
+        UserError: the run is another one, or `resume_changed` does not allow a change; the keys
+            that differ are named.
     """
-    reported: list[str] = []
+    found: list[Change] = []
     refused: list[str] = []
+    unasked: list[str] = []
     asked = new.model_dump(mode="json")
     for key in config_keys.keys(Config):
-        now = _at(asked, key.path)
+        now, rule = _at(asked, key.path), key.on_resume
         before = _at(old, key.path)
         if before is _ABSENT:  # a key that the jaxrl of that run did not have
             before = list(key.default) if isinstance(key.default, tuple) else key.default
         if key.path == "teachers":
             before, now = _teachers(before, run_dir), _teachers(now, run_dir)
-        if before == now or FREE.fullmatch(key.path):
+        if before == now or rule.how == "free":
             continue
         if key.path in CODE and without_folders(before) == without_folders(now):
             continue
@@ -151,21 +158,47 @@ def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[str]:
             continue
         changed = f"{_shown(_apart(before, now))} there, {_shown(_apart(now, before))} now"
         line = f"{key.path}: {changed}"
-        fewer = key.path == "steps" and now < before
-        # Adapters also correct what quantising the weights changed, which other codes change.
-        other = key.path == "student.base_dtype" and {before, now} & {"int8", "nf4"}
-        another = fewer or other or not REPORTED.fullmatch(key.path)
-        (refused if another else reported).append(line)
+        if why := rule.why if rule.how == "refused" else rule.unless(before, now, asked):
+            refused.append(f"{line} ({why})")
+        elif rule.how == "asked" and not allows(new, key.path):
+            unasked.append(key.path)
+            refused.append(line)
+        found.append(Change(key.path, line, rule.how == "asked", rule.remakes, rule.decides))
     if refused:
         anew = "start a new run with --resume never, " if new.run_dir is None else ""
         more = [f"and {len(refused) - 8} more"] if refused[8:] else []
+        way = f"; resume_changed=[{','.join(unasked)}] allows these changes" if unasked else ""
         raise UserError(
             "\n  ".join(
                 [f"run_dir={run_dir} holds a run with another config:", *refused[:8], *more]
             )
-            + f"\nname another run_dir (or name), {anew}or set these back to resume that run"
+            + f"\nname another run_dir (or name), {anew}or set these back to resume that run{way}"
         )
-    return reported
+    return found
+
+
+def allows(config: Config, name: str) -> bool:
+    """Returns whether `resume_changed` allows a change of a key, or of what it names.
+
+    Args:
+        name: the key, or a name of what the run depends on, which begins with a key.
+    """
+    allowed = config.resume_changed
+    if not isinstance(allowed, tuple):
+        return allowed
+    return any(re.match(rf"{re.escape(word)}(?!\w)", name) for word in allowed)
+
+
+def key_of(name: str) -> config_keys.Key | None:
+    """Returns the key whose path a name of what the run depends on begins with, the longest one."""
+    found = [key for key in config_keys.keys(Config) if name.startswith(key.path)]
+    return max(found, key=lambda key: len(key.path), default=None)
+
+
+def change_of(name: str) -> Change:
+    """Returns the change of what a key names; `name` is of what the run depends on."""
+    key = key_of(name)
+    return Change(name, f"what {name} names", True, key is None or key.on_resume.remakes)
 
 
 def _teachers(given: Any, run_dir: Path | str) -> JsonObject:
@@ -180,7 +213,9 @@ def _teachers(given: Any, run_dir: Path | str) -> JsonObject:
             f"run_dir={run_dir}: teachers in the config of the run there cannot be read ({reason});"
             " name another run_dir, or resume with the jaxrl that wrote it"
         ) from error
-    return {name: one.model_dump(exclude={"address"}) for name, one in each.items()}
+    fields = NamedTeacherConfig.model_fields.items()
+    free = {name for name, field in fields if FREE in field.metadata}
+    return {name: one.model_dump(exclude=free) for name, one in each.items()}
 
 
 def _given_model(name: object) -> str | None:
@@ -198,7 +233,6 @@ def _at(mapping: object, path: str) -> Any:
 
 
 def _apart(value: object, other: object) -> object:
-    """Returns the part of a mapping that differs from another one."""
     if not isinstance(value, dict) or not isinstance(other, dict):
         return value
     return {name: one for name, one in value.items() if other.get(name, _ABSENT) != one}

@@ -22,8 +22,8 @@ from jaxrl.checkpoint.fingerprint import BASE_WEIGHTS, digest_weights
 from jaxrl.checkpoint.writer import load_arrays
 from jaxrl.config import yaml_text
 from jaxrl.config.builtin_configs import how_to_make
+from jaxrl.config.paths import working_directory
 from jaxrl.config.schema import Config
-from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.chat_template import dated, with_end_ids
 from jaxrl.data.tokenizer import Tokenizer
@@ -32,12 +32,14 @@ from jaxrl.formats import hf, hub, peft, weights
 from jaxrl.formats.hub import Unfetched, model_name, open_tensors, package_folder
 from jaxrl.formats.weights import gguf_parts
 from jaxrl.losses.head import logprobs_from_hidden
-from jaxrl.models import decoder, parameters
+from jaxrl.models import decoder, families, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import Lora, Quantisation, frozen_and_trained
 from jaxrl.models.parameters import Layout, Params, abstract_params
 from jaxrl.process.json_types import JsonObject, Keywords
+from jaxrl.process.plugin import anchor
 from jaxrl.sharding.axes import ROWS, row_shards
+from jaxrl.teacher.key_rules import POLICY
 from jaxrl.types import Array
 
 BUILTIN = ("teacher", "student", "student_moe")
@@ -67,13 +69,16 @@ class ModelSource:
     adapter: peft.Adapter | None = None
     """Of a folder or a checkpoint of adapters; `tensors` then are the merged weights, or those of
     the base where `config.lora` says that the adapters are trained further."""
+    chat_template: str | None = field(default=None, repr=False)
+    """In place of the checkpoint's own."""
 
     def __reduce__(self) -> tuple[Callable[..., ModelSource], tuple[object, ...]]:
         """Lets another process find it by its name again: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
         config = self.config
         given = (config.lora, config.quantised, config.sequence_length, config.eos_ids)
-        return _resolve_again, (self.name, *given)
+        more = self.chat_template, families.source_of(config.family)
+        return _resolve_again, (self.name, *given, *more)
 
     def with_weights(self) -> ModelSource:
         """Returns the same model once its weights are here: those of a model on a hub are fetched,
@@ -91,7 +96,34 @@ class ModelSource:
 
     def tokenizer(self, chat_date: str | None = None) -> Tokenizer:
         """Returns the transformers tokenizer, or None if the checkpoint has none."""
-        return tokenizer_of(self.tokenizer_path, self.config, chat_date)
+        loaded = tokenizer_of(self.tokenizer_path, self.config, chat_date)
+        if loaded is not None and self.chat_template is not None:
+            loaded.chat_template = self.chat_template
+        return loaded
+
+    def tokenizer_files(self) -> hf.TokenizerFiles | None:
+        """Reads the files of the tokenizer, with the chat template that it has here."""
+        if self.tokenizer_path is None:
+            return None
+        files = hf.TokenizerFiles.read(self.tokenizer_path)
+        return files if self.chat_template is None else files.with_template(self.chat_template)
+
+    def with_chat_template(self, name: str | None, key: str) -> ModelSource:
+        """Returns the same model with the chat template of a file or of another model.
+
+        Args:
+            name: as `read_chat_template` takes it; None: with the template that it has.
+            key: of the config, for errors.
+
+        Raises:
+            UserError: as `read_chat_template`; or the model has no tokenizer.
+        """
+        if name is None:
+            return self
+        if self.tokenizer_path is None:
+            raise UserError(f"{key}={name}: the model {self.name!r} has no tokenizer")
+        with about(key):
+            return replace(self, chat_template=tokenizers.read_chat_template(name))
 
     @property
     def run_config(self) -> Path | None:
@@ -217,6 +249,8 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
         on_hub = hub.pin(on_hub)
         name = str(on_hub)
     place = _locate(name)
+    for run in place.resolve().parents[:2]:
+        families.use_family_of(run)
     if place.suffix == ".gguf":
         from jaxrl.formats.gguf import open_gguf
 
@@ -263,6 +297,7 @@ def lora_of(config: Config) -> Lora | None:
 def resolve_student(config: Config) -> ModelSource:
     """Returns `student.model`, with the adapters of `student.lora`."""
     found, lora = resolve_model(config.student.model), lora_of(config)
+    found = found.with_chat_template(config.student.chat_template, "student.chat_template")
     return found if lora is None else found.with_lora(lora, config.quantised)
 
 
@@ -272,10 +307,14 @@ def _resolve_again(
     quantised: Quantisation | None,
     length: int | None,
     eos_ids: tuple[int, ...],
+    chat_template: str | None,
+    family: str | None,
 ) -> ModelSource:
+    if family is not None:
+        families.use_family(family)
     found = resolve_model(name)
     config = replace(found.config, sequence_length=length, eos_ids=eos_ids)
-    found = replace(found, config=config)
+    found = replace(found, config=config, chat_template=chat_template)
     return found if lora is None else found.with_lora(lora, quantised)
 
 
@@ -400,7 +439,6 @@ def saved_adapters(folder: Path, config: DecoderConfig) -> dict[str, peft.Pair]:
 
 
 def _saved(folder: Path, abstract: Params) -> Params:
-    """Reads parameters of a checkpoint to the host."""
     host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     wanted = jax.tree.map(lambda leaf: leaf.update(sharding=host), abstract)
     return load_arrays(folder / store.ACTOR, {"params": wanted})["params"]
@@ -423,11 +461,14 @@ class Model:
     def tokenizer(self) -> Tokenizer | None:
         """Returns the transformers tokenizer, whose chat template shows the date of the model's
         run, if a run made it; None where the checkpoint has none."""
-        path, run = self.source.tokenizer_path, self.source.run_config
-        if path is None:
-            return None
+        run = self.source.run_config
         day = None if run is None else chat_date_of(yaml_text.read_mapping(run))
-        return tokenizer_of(path, self.config, day)
+        return self.source.tokenizer(day)
+
+    def with_chat_template(self, name: str | None, key: str) -> Model:
+        """Returns the same model with another template (`ModelSource.with_chat_template`)."""
+        source = self.source.with_chat_template(name, key)
+        return self if name is None else replace(self, source=source)
 
     def logits(
         self, tokens: Int[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]
@@ -473,9 +514,19 @@ class Model:
 
 
 def load_model(
-    path: str | os.PathLike[str], mesh: Mesh | None = None, dtype: str = "float32"
+    path: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    family: str | None = None,
 ) -> Model:
-    """Loads a checkpoint by any name that `resolve_model` knows, sharded over `mesh`."""
+    """Loads a checkpoint by any name that `resolve_model` knows, sharded over `mesh`.
+
+    Args:
+        family: `path/to/file.py:NAME` of a model family of your own; the run folder of a model
+            keeps its own.
+    """
+    if family is not None:
+        families.use_family(anchor(family, working_directory()))
     source = resolve_model(path).with_weights()
     return Model(source, source.load(mesh, dtype), mesh)
 

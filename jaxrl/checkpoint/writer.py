@@ -28,7 +28,7 @@ import numpy as np
 from jaxrl.checkpoint import store
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.errors import RunError, UserError
+from jaxrl.errors import RunError, Stopped, UserError
 from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Completion, Prompt, Rollout, Row, Tree, Turn
 
@@ -208,7 +208,8 @@ class CheckpointWriter:
         self.written: list[Written] = []
         """Those finished, until somebody takes them out."""
         self._acting, self._abandoned = threading.Lock(), False
-        self._queue: queue.SimpleQueue[tuple[Pending, Row] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Pending, Row] | threading.Event | None]
+        self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -250,6 +251,14 @@ class CheckpointWriter:
                     f"the accuracy of checkpoint {row['step']} could not be noted: {error}"
                 )
 
+    def finish(self, timeout: float) -> None:
+        """Waits for the checkpoints that are due, for at most `timeout` seconds; takes more."""
+        reached = threading.Event()
+        self._queue.put(reached)
+        end = time.monotonic() + timeout
+        while self._thread.is_alive() and time.monotonic() < end and not reached.wait(0.1):
+            pass
+
     def stop(self) -> None:
         """Takes no more checkpoints; those under way are finished."""
         self._queue.put(None)
@@ -280,6 +289,9 @@ class CheckpointWriter:
     def _run(self) -> None:
         with suppress(_Abandoned):
             while (job := self._queue.get()) is not None:
+                if isinstance(job, threading.Event):
+                    job.set()
+                    continue
                 pending, row = job
                 try:
                     self._write(pending, row)
@@ -303,19 +315,23 @@ class CheckpointWriter:
         folder = self._folders / str(pending.step)
         if (problem := pending.saved.result()) is not None:
             raise OSError(problem)
-        rollouts = {index: rollout.result() for index, rollout in pending.rollouts.items()}
+        rollouts: dict[int, Rollout] = {}
+        with suppress(Stopped):  # code of the user's ended the run before this batch was made
+            for index, made in pending.rollouts.items():
+                rollouts[index] = made.result()
+        schedule = pending.schedule | {"generated": pending.step + len(rollouts)}
         with self._allowed():
             for index, rollout in rollouts.items():
                 save_rollout(folder / store.rollout_file(index), rollout)
             self._describe(folder / store.MODEL)
             (folder / store.CONFIG).write_text(self.config.dump(), encoding="utf-8")
             self._check()
-        next_batch = pending.schedule["generated"]
+        next_batch = schedule["generated"]
         manifest = store.Manifest(
             step=pending.step,
             optimizer_step=int(row["optimizer_step"]),
-            in_flight=tuple(pending.rollouts),
-            schedule=pending.schedule,
+            in_flight=tuple(rollouts),
+            schedule=schedule,
             data={
                 "seed": self.config.seed,
                 "next_batch": next_batch,
@@ -434,7 +450,7 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
             *logprobs,
             **dict(
                 {name: word for name, word in zip(WORDS, of, strict=True) if word is not None},
-                turns=tuple(Turn(**turn) for turn in turns or ()),
+                turns=tuple(Turn(**t | {"roles": (*t.get("roles", ()),)}) for t in turns or ()),
                 experts=experts,
             ),
         )

@@ -81,7 +81,6 @@ def how_to_make(path: str | os.PathLike[str]) -> str:
 
 
 def _comment(path: Path) -> str:
-    """Returns the comment at the top of a file, without its signs."""
     lines = path.read_text(encoding="utf-8").splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     return "\n".join(line.removeprefix("#") for line in lines[:end])

@@ -24,7 +24,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -33,10 +32,11 @@ from typing import Any, NoReturn
 from jaxrl.config import key_help
 from jaxrl.config import keys as config_keys
 from jaxrl.config.paths import working_directory
-from jaxrl.config.schema import Base, Config
-from jaxrl.errors import RunError, UserError, near, short, user_path, with_addresses
+from jaxrl.config.roles import read_family
+from jaxrl.config.schema import Config
+from jaxrl.errors import RunError, StopTraining, UserError, near, short, user_path, with_addresses
 from jaxrl.process.interrupt import left_behind
-from jaxrl.process.streams import fill_missing, has_reader, settle, to_stderr
+from jaxrl.process.streams import fill_missing, flush_streams, has_reader, to_stderr
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -60,27 +60,10 @@ ARGUMENTS = {
 }
 """Key -> the argument of the Python functions that stands for it."""
 
+NAMES = {"show_data": "data show"}
+"""Module of a command -> its name, where that is another."""
+
 Command = Callable[[Sequence[str]], int | None]
-
-
-@dataclass(frozen=True)
-class RunArguments:
-    """A run as the command line asks for it."""
-
-    config: Config
-    """The file's keys with the overrides applied."""
-    base: Base
-    """Where the keys that nobody set come from."""
-    dry_run: bool
-    """Print the plan and stop."""
-    target: str | None = None
-    """The machine to plan for; None: this one."""
-    compile: str | None = None
-    """The machine to plan and compile for; None: nothing is compiled."""
-    suggest: bool = False
-    """Search for the placement and keys with the shortest step on that machine."""
-    json: bool = False
-    """Print the report of the compiler as JSON."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -145,12 +128,22 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.prog} --help lists the options")
 
+    def add_family(self) -> None:
+        """Adds the option that names a model family of the user's own."""
+        self.add_argument(
+            "--family",
+            metavar="FILE.py:NAME",
+            help="a model family of your own (the folder of a run keeps its own)",
+        )
+
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses options and positional words in any order."""
         arguments, extra = self.parse_known_intermixed_args(list(argv))
         if extra:
             kind = "option" if extra[0].startswith("-") else "argument"
             self.error(f"unknown {kind} {extra[0]}{self._hint(extra[0])}")
+        if (family := vars(arguments).get("family")) is not None:
+            read_family(family)
         return arguments
 
     def _hint(self, word: str) -> str:
@@ -186,7 +179,8 @@ def called_as(module: str) -> str:
     """Returns how this command was called: `jaxrl train`, or `python -m` with a module."""
     main = sys.modules["__main__"]
     started = main.__spec__.name if main.__spec__ is not None else ""
-    command = module.rpartition(".")[2].replace("_", "-")
+    name = module.rpartition(".")[2]
+    command = NAMES.get(name) or name.replace("_", "-")
     if started == "jaxrl.__main__":
         return f"python -m jaxrl {command}"
     if not started and Path(sys.argv[0]).name == "jaxrl":
@@ -194,8 +188,12 @@ def called_as(module: str) -> str:
     return f"python -m {module}"
 
 
-def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArguments:
+def parse_run(argv: Sequence[str], *, module: str, description: str) -> argparse.Namespace:
     """Parses ``--config FILE.yaml --mesh SPEC --dry-run key=value ...`` in any order.
+
+    Returns:
+        The options by their names; `config` is the `Config` of the file's keys with the overrides
+        applied, `base` (a `schema.Base`) says where the keys that nobody set come from.
 
     Raises:
         UserError: an option and an override give one key two values, or a key is wrong.
@@ -212,7 +210,9 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
         ("target", "TARGET", "with --dry-run: plan for h100x8, tpu-v5e:2x4, ..."),
         ("compile", "TARGET", "the same, by that machine's own compiler (extra aot)"),
         ("suggest", "", "with --compile: search for the fastest mesh and keys"),
+        ("show", "N", "with --dry-run: print N rows as they are learned"),
         ("json", "", "with --dry-run: print one JSON object"),
+        ("quiet", "", "no output but errors: the key logging.console=quiet"),
     ):
         values = {"metavar": metavar, "choices": choices or None}
         kind: Any = values if metavar else {"action": "store_true"}
@@ -232,7 +232,9 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
                     f"--{key} {value} and {override} set the key {key} to two values: leave one out"
                 )
         overrides.append(f"{key}={value}")
-    config, base = Config.load_base(arguments.config, overrides)
+    if arguments.quiet:
+        overrides.append("logging.console=quiet")
+    arguments.config, arguments.base = Config.load_base(arguments.config, overrides)
     for option, does in (("target", "plans for a machine"), ("compile", "compiles the programs")):
         value = getattr(arguments, option)
         if value is not None and not arguments.dry_run:
@@ -245,11 +247,15 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
     if arguments.suggest and arguments.compile is None:
         why = ": it needs the compiled programs" if arguments.target else ""
         raise UserError(f"--suggest needs --dry-run --compile TARGET{why}")
+    if arguments.show is not None:
+        if not arguments.dry_run or arguments.compile is not None:
+            raise UserError("--show N needs --dry-run, without --compile: it shows N rows of data")
+        if not arguments.show.isdecimal() or arguments.show == "0":
+            raise UserError(f"--show {arguments.show}: a number of rows from 1 is needed")
+        arguments.show = int(arguments.show)
     if arguments.json and not arguments.dry_run:
         raise UserError("--json needs --dry-run: it prints the plan as one JSON object")
-    options = ("dry_run", "target", "compile", "suggest", "json")
-    asked = (getattr(arguments, option) for option in options)
-    return RunArguments(config, base, *asked)
+    return arguments
 
 
 def run(command: Command, argv: Sequence[str] | None = None) -> int:
@@ -272,6 +278,9 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
     except (UserError, RunError) as error:
         to_stderr(f"error: {with_addresses(str(error))}")
         return EXIT_FAILED if isinstance(error, RunError) else EXIT_BAD_INPUT
+    except StopTraining as stop:
+        to_stderr(f"error: {stop.by or 'code'} raised StopTraining, and nothing trains: {stop}")
+        return EXIT_FAILED
     except KeyboardInterrupt as error:
         to_stderr(str(error) or "interrupted")
         return EXIT_INTERRUPTED
@@ -304,7 +313,7 @@ def exit_process(code: int, patience: float = 5.0) -> NoReturn:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(max(end - time.monotonic(), 0.0))
             waiting.append(thread)
-    settle()
+    flush_streams()
     if any(thread.is_alive() for thread in (*waiting, *left_behind)):
         # Python would wait for ever, or end a thread inside XLA, which aborts the process.
         os._exit(code)

@@ -93,7 +93,6 @@ def taken(prefixes: Sequence[str] | None) -> Iterator[Group]:
 
 
 def _text(groups: Sequence[Group], width: int, headings: bool = True) -> str:
-    """Returns each key with its type, range, default and docstring, grouped by section."""
     width, indent = max(NARROWEST, min(width, WIDEST)), " " * 6
     wrap = partial(textwrap.wrap, width=width, subsequent_indent=indent, break_on_hyphens=False)
     lines = ["config keys (in the file, or as key=value):"]

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from jaxrl.config.section import LARGEST, show_value
+from jaxrl.config.section import LARGEST, OnResume, Section, show_value
 from jaxrl.config.settings import EVALUATED, NOT_EVALUATED
 from jaxrl.errors import UserError, closest, near, short
 
@@ -23,7 +23,9 @@ SHOWN_ERRORS = 4
 
 MISSING = "is required and not set"
 """How the error about a key without a value and without a default ends."""
-ALSO_MAPPINGS = ("mesh",)
+WITH_ARGUMENTS = ("algorithm",)
+"""Keys for a name that also take a mapping of `name` and `arguments`."""
+ALSO_MAPPINGS = ("mesh", *WITH_ARGUMENTS, *(f"{key}.arguments" for key in WITH_ARGUMENTS))
 """Keys for text that also take a mapping."""
 BOUNDS = {
     "exclusiveMinimum": "above",
@@ -59,6 +61,8 @@ class Key:
     """True when there is no default."""
     doc: str
     """The docstring under the field, on one line."""
+    on_resume: OnResume
+    """What a change does to a run that resumes."""
 
     @property
     def default_text(self) -> str:
@@ -71,7 +75,7 @@ class Group(NamedTuple):
 
     path: str
     """Dotted; empty for the keys of no section."""
-    model: type[BaseModel]
+    model: type[Section]
     keys: tuple[Key, ...]
 
     @property
@@ -80,13 +84,13 @@ class Group(NamedTuple):
         return " ".join((self.model.__doc__ or "").split())
 
 
-def groups(model: type[BaseModel], prefix: str = "") -> Iterator[Group]:
+def groups(model: type[Section], prefix: str = "") -> Iterator[Group]:
     """Yields the keys of ``model`` and then of each section in it, in the order of definition."""
     fields = model.model_fields.items()
-    below: dict[str, type[BaseModel]] = {
+    below: dict[str, type[Section]] = {
         name: field.annotation
         for name, field in fields
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
     }
     own = (
         Key(
@@ -95,6 +99,7 @@ def groups(model: type[BaseModel], prefix: str = "") -> Iterator[Group]:
             default=None if field.is_required() else field.default,
             required=field.is_required(),
             doc=" ".join((field.description or "").split()),
+            on_resume=next((m for m in field.metadata if isinstance(m, OnResume)), model.on_resume),
         )
         for name, field in fields
         if name not in below
@@ -104,7 +109,7 @@ def groups(model: type[BaseModel], prefix: str = "") -> Iterator[Group]:
         yield from groups(section, f"{prefix}{name}.")
 
 
-def keys(model: type[BaseModel]) -> Iterator[Key]:
+def keys(model: type[Section]) -> Iterator[Key]:
     """Yields every key under ``model``, in the order of ``groups``."""
     return (key for group in groups(model) for key in group.keys)
 
@@ -119,9 +124,9 @@ def read_by_evaluations(path: str) -> bool:
     return under(path, EVALUATED) and not under(path, NOT_EVALUATED)
 
 
-def mappings(model: type[BaseModel]) -> list[str]:
+def mappings(model: type[Section]) -> list[str]:
     """Returns every key under ``model`` whose value may be a mapping with the user's names."""
-    return [key.path for key in keys(model) if MAPPING in key.type or key.path in ALSO_MAPPINGS]
+    return [*(key.path for key in keys(model) if MAPPING in key.type), *ALSO_MAPPINGS]
 
 
 def allowed(group: Group) -> dict[str, str]:
@@ -141,12 +146,12 @@ def allowed(group: Group) -> dict[str, str]:
 _BRANCH = re.compile(r".*\[|constrained-(int|float|str)$")
 
 
-def explain(model: type[BaseModel], error: ValidationError) -> str:
+def explain(model: type[Section], error: ValidationError) -> str:
     """Returns a validation error in a few lines: the dotted key, what is wrong, the value.
 
     Unknown keys come alone: what else is wrong may follow from them.
     """
-    lines: list[str] = []
+    lines, types_of = list[str](), {key.path: key.type for key in keys(model)}
     for item in error.errors(include_url=False):
         # pydantic adds to a location what names a branch of a union, such as `constrained-int`.
         parts = (part for part in item["loc"] if not _BRANCH.match(str(part)))
@@ -160,6 +165,8 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
             lines += (f"{path}: {line}" if path else line for line in message.splitlines())
         else:
             message = _PLAIN.get(item["type"], message[:1].lower() + message[1:])
+            if item["type"] == "tuple_type" and "list of float" in types_of.get(path, ""):
+                message = "it should be a list of numbers, as in [1, 0.5]"
             lines.append(f"{path}: {message}, got {got}")
             word = item["input"]
             if item["type"] in ("string_type", "tuple_type") and isinstance(word, bool | None):
@@ -167,10 +174,13 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
     return _unknown(model, error) or _shorten(list(dict.fromkeys(lines)))
 
 
-def refuse_unknown(model: type[BaseModel], mapping: Mapping[str, object]) -> None:
+def refuse_unknown(model: type[Section], mapping: Mapping[str, object]) -> None:
     """Raises ``UserError`` naming each key that no class defines; values are not judged."""
     # Without texts, so that no algorithm of the user's is loaded.
-    names = {key: None if isinstance(value, str) else value for key, value in mapping.items()}
+    names = {
+        key: None if isinstance(value, str) or key in WITH_ARGUMENTS else value
+        for key, value in mapping.items()
+    }
     try:
         model.model_validate(names)
     except ValidationError as error:
@@ -178,8 +188,7 @@ def refuse_unknown(model: type[BaseModel], mapping: Mapping[str, object]) -> Non
             raise UserError(text) from None
 
 
-def _unknown(model: type[BaseModel], error: ValidationError) -> str:
-    """Returns a line for each unknown key, with the near one."""
+def _unknown(model: type[Section], error: ValidationError) -> str:
     known, paths = [key.path for key in keys(model)], list[str]()
     for item in error.errors(include_url=False):
         # Every key in what was given to no key at all, or in a mapping given to a plain key.
@@ -188,7 +197,7 @@ def _unknown(model: type[BaseModel], error: ValidationError) -> str:
         named = all(isinstance(part, str) for part in where)  # not an entry of a list
         if item["type"] == "extra_forbidden" or (plain and named and isinstance(given, dict)):
             words = (str(part) for part in where if not str(part).startswith("["))  # `[mapping]`
-            paths += _leaves(".".join(words), given)
+            paths += leaf_paths(".".join(words), given)
     return _shorten([f"unknown key {path}{near_key(path, known)}" for path in map(short, paths)])
 
 
@@ -198,12 +207,13 @@ def _shorten(lines: list[str]) -> str:
     return "\n".join(shown)
 
 
-def _leaves(path: str, value: object) -> Iterator[str]:
+def leaf_paths(path: str, value: object) -> Iterator[str]:
+    """Yields the dotted keys of a mapping, of its inner ones too, below a path."""
     if not isinstance(value, dict) or not value:
         yield path
         return
     for name, below in value.items():
-        yield from _leaves(f"{path}.{name}", below)
+        yield from leaf_paths(f"{path}.{name}", below)
 
 
 def near_key(path: str, known: list[str]) -> str:
@@ -225,6 +235,10 @@ def near_key(path: str, known: list[str]) -> str:
     sibling = closest(word, siblings, cutoff=0.65)
     if sibling is not None:
         return f" (did you mean {siblings[sibling]}?)"
+    words = path.split(".")
+    tails = [".".join(words[i:]) for i in range(1, len(words) - 1)]
+    if ours := [tail for tail in tails if tail in known]:  # under other first words
+        return f" (did you mean {ours[0]}?)"
     alias = alias_hint(path)
     if alias:
         return alias

@@ -13,14 +13,16 @@ from jaxrl.process.json_types import JsonObject
 
 FUNCTIONS = "reward.functions"
 ARGUMENTS = "environment.arguments"
-CODE = (FUNCTIONS, "environment.name", ARGUMENTS)
+CODE = ("algorithm", "student.family", FUNCTIONS, "environment.name", ARGUMENTS)
 """Keys that name the user's code."""
 TEACHERS = "teachers"
 MODELS = ("student.model", "teacher.model", TEACHERS, "reward.model", "grouper.model")
 """Keys that name models; of several teachers the model of each is meant, not where it is served."""
 DATA = ("data.train", "data.eval", "data.few_shot")
 """Keys that name data."""
-KEYS = ("algorithm", "teacher.cache", "teacher.ca_file", *MODELS, *DATA, *CODE)
+TEMPLATES = ("student.chat_template", "teacher.chat_template")
+"""Keys that name chat templates."""
+KEYS = ("teacher.cache", "teacher.ca_file", *MODELS, *TEMPLATES, *DATA, *CODE)
 """Keys whose values may be paths of what a run reads."""
 
 

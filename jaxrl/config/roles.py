@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from string import Formatter
-from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from jaxrl.config import paths
 from jaxrl.config.section import (
-    POLICY,
+    ASKED,
+    FREE,
+    REPORTED,
     Api,
     Count,
     DType,
@@ -22,14 +25,17 @@ from jaxrl.config.section import (
     NonNegative,
     Number,
     OneOrMore,
+    OnResume,
     Positive,
     PositiveNumber,
     Section,
     Spelt,
     Words,
-    conflict,
+    refused,
     unread,
 )
+from jaxrl.process.plugin import anchor
+from jaxrl.teacher.key_rules import Rule, section_rules, server_rules
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What stands for all projections of a block, under whatever names a family has them."""
@@ -53,6 +59,7 @@ class LoraConfig(Section):
     weights: x W becomes x W + (alpha / rank) (x A) B, where A [in, rank] is random at the start and
     B [rank, out] zero."""
 
+    on_resume: ClassVar[OnResume] = refused("the adapters in the checkpoint were made with it")
     rank: Positive | None = None
     """Rank of all adapters; 8 to 64 are usual. null: no adapters, all weights are trained."""
     alpha: PositiveNumber | None = None
@@ -68,44 +75,75 @@ class LoraConfig(Section):
     """A at the start. default: uniform in +-1 / sqrt(in). gaussian: normal with the standard
     deviation 1 / rank."""
 
-    def _rules(self) -> Iterator[str]:
+    def _rules(self) -> Iterator[Rule]:
         if self.rank is None:
             keys = type(self).model_fields
             yield from unread(self, keys, "rank", "there are no adapters", "rank too")
 
 
+def _other_codes(before: object, now: object, _: object) -> str:
+    coded = {before, now} & {"int8", "nf4"}
+    return "the adapters correct what quantising the weights changed" if coded else ""
+
+
+BASE = replace(REPORTED, unless=_other_codes)
+TEMPLATE = refused("it decides what the prompts are")
+
+
+def read_family(text: str) -> str:
+    """Has a family of the user's own read in this process; returns its name with a whole path."""
+    from jaxrl.models.families import use_family  # which imports jax
+
+    text = anchor(text, paths.working_directory())
+    use_family(text)
+    return text
+
+
 class StudentConfig(Section):
     """The model that learns."""
 
+    on_resume: ClassVar[OnResume] = refused("the weights in the checkpoint are those of that model")
     model: Name
     """Weights to start from: a Hugging Face folder, a folder of adapters (PEFT), a GGUF file, a run
     directory, `package:NAME`, `builtin:student`, or the id of a model on the hub, as in
     `Qwen/Qwen3-1.7B` or `Qwen/Qwen3-1.7B@REVISION`."""
+    chat_template: Annotated[Name | None, TEMPLATE] = None
+    """Chat template in place of the model's own: a Jinja file, or the folder or GGUF file of a
+    model whose template it is. The trained model is exported with it. null: the model's own."""
+    family: Annotated[str, AfterValidator(read_family)] | None = None
+    """`path/to/file.py:NAME` or `package.module:NAME`: a model family of your own
+    (docs/add-a-model-family.md), for the student and any other model of the run whose `config.json`
+    has its `model_type`. The run folder keeps the file. null: the families of jaxrl."""
     lora: LoraConfig = LoraConfig()
-    base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] | None = None
+    base_dtype: Annotated[Literal["float32", "bfloat16", "int8", "nf4"] | None, BASE] = None
     """With `student.lora.rank`: dtype in which the actor holds the frozen base weights. null:
     `actor.dtype`. `int8` or `nf4` (QLoRA, arXiv 2305.14314): all roles with the policy's weights
     hold the kernels of its layers in 8 or 4 bits, and the other weights in the role's dtype."""
-    router_aux_loss_coef: NonNegative = 0.0
+    router_aux_loss_coef: Annotated[NonNegative, ASKED] = 0.0
     """For mixtures of experts: weight of the load-balancing loss (Switch Transformer, arXiv
     2101.03961, eq. 4-6, over the tokens of a minibatch; tokens of a prompt count once per
     completion). If a minibatch has several micro-batches, each update needs an additional forward
     pass without the LM head, which counts the tokens of each expert."""
 
-    def _rules(self) -> Iterator[str]:
-        if self.lora.rank is None and self.base_dtype is not None:
-            yield conflict(
-                self,
-                "base_dtype lora.rank",
-                "it is for the frozen base weights of adapters",
-                "base_dtype=null, or lora.rank (the dtype of trained weights is actor.param_dtype)",
-            )
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        super().__setstate__(state)
+        if self.family is not None:  # in another process
+            read_family(self.family)
+
+    def _rules(self) -> Iterator[Rule]:
+        yield (
+            self.lora.rank is None and self.base_dtype is not None,
+            "base_dtype lora.rank",
+            "it is for the frozen base weights of adapters",
+            "base_dtype=null, or lora.rank (the dtype of trained weights is actor.param_dtype)",
+        )
 
 
 class ParallelConfig(Section):
     """Sizes of the role's mesh axes; their product is the number of its devices. One of them may be
     -1: all devices that the others leave."""
 
+    on_resume: ClassVar[OnResume] = FREE
     data: int | None = Field(default=None, strict=True)
     """Data parallelism: copies of the weights, each with its share of the sequences. null: the plan
     decides."""
@@ -119,14 +157,13 @@ class ParallelConfig(Section):
     """Expert parallelism, for mixtures of experts: shards of the experts and of the sequences. The
     other weights are copied to each device, unless fsdp divides them. null: 1."""
 
-    def _rules(self) -> Iterator[str]:
+    def _rules(self) -> Iterator[Rule]:
         sizes = {name: size for name, size in self if size is not None}
         for name, size in sizes.items():
-            if size < 1 and size != -1:
-                yield f"{name}={size}: an axis is at least 1, or -1 for the rest"
+            bad = size < 1 and size != -1
+            yield bad, f"{name}={size}: an axis is at least 1, or -1 for the rest"
         rest = [name for name, size in sizes.items() if size == -1]
-        if len(rest) > 1:
-            yield f"{' and '.join(rest)} are both -1: one axis may take the rest"
+        yield len(rest) > 1, f"{' and '.join(rest)} are both -1: one axis may take the rest"
 
 
 class LongParallelConfig(ParallelConfig):
@@ -153,11 +190,12 @@ def _slice(value: str) -> str:
 class RoleConfig(Section):
     """Keys that every role has: devices, mesh and compute dtype."""
 
+    on_resume: ClassVar[OnResume] = REPORTED
     parallel: ParallelConfig = ParallelConfig()
-    devices: Annotated[str, AfterValidator(_slice)] | None = None
+    devices: Annotated[Annotated[str, AfterValidator(_slice)] | None, FREE] = None
     """Slice `start:stop` of the pool's devices that this role uses, as in `1:2`. null: all of
     them."""
-    dtype: DType | None = None
+    dtype: Annotated[DType | None, REPORTED] = None
     """Dtype of activations and of the weights in matrix products. null: bfloat16 on accelerators;
     float32 on a CPU (which computes bfloat16 in float32 from copies of the weights) and on GPUs
     before compute capability 8.0 (a T4 has no tensor cores for bfloat16)."""
@@ -172,7 +210,7 @@ class RoleConfig(Section):
 class FrozenConfig(RoleConfig):
     """A role whose model no gradient updates."""
 
-    lazy: Flag = False
+    lazy: Annotated[Flag, FREE] = False
     """Load the role's model at its first use instead of at the start of the run."""
 
 
@@ -202,6 +240,7 @@ class TeacherConfig(FrozenConfig):
     """The model to learn from. No gradient updates it; with `teacher.model=policy` it takes the
     policy's weights."""
 
+    on_resume: ClassVar[OnResume] = refused("another teacher teaches something else")
     parallel: LongParallelConfig = LongParallelConfig()
     model: Name | None = None
     """The teacher's weights, in any form that `student.model` takes, or `builtin:teacher`.
@@ -223,6 +262,9 @@ class TeacherConfig(FrozenConfig):
     """student: the teacher must have the student's tokenizer. own: the teacher encodes the text of
     prompts and completions with its own tokenizer and chat template, and its tokens are aligned
     with the student's by bytes."""
+    chat_template: Annotated[Name | None, TEMPLATE] = None
+    """Chat template for `teacher.model`, as `student.chat_template` is for the student. null: the
+    teacher's own."""
     max_prompt_tokens: Positive | None = None
     """Longest prompt of the teacher, in its tokens, if `teacher.prompt` or `teacher.tokenizer=own`
     is set; rows with a longer prompt are dropped and counted. null: `max_prompt_tokens`, or twice
@@ -230,10 +272,10 @@ class TeacherConfig(FrozenConfig):
     max_new_tokens: Positive | None = None
     """With `teacher.tokenizer=own`: longest completion in the teacher's tokens; the student does
     not learn from tokens beyond it. null: twice `max_new_tokens`."""
-    num_microbatches: Positive = 1
+    num_microbatches: Annotated[Positive, REPORTED] = 1
     """Number of micro-batches in which the teacher scores a batch; a larger number needs less
     activation memory."""
-    address: Name | None = None
+    address: Annotated[Name | None, FREE] = None
     """A teacher served outside the run, in place of `teacher.model`: `host:port` of `python -m
     jaxrl.serve_teacher`, `https://host:port` where it has a certificate, `host:port/NAME` for one
     of several; or the URL of a completions server, as in `http://host:8000/v1`. The environment
@@ -244,9 +286,9 @@ class TeacherConfig(FrozenConfig):
     api_model: Name | None = None
     """Name of the model on the completions server at `teacher.address`. null: the only one that it
     serves."""
-    service_threads: Positive = 1
+    service_threads: Annotated[Positive, FREE] = 1
     """Number of score requests sent to each served teacher in parallel."""
-    ca_file: Name | None = None
+    ca_file: Annotated[Name | None, FREE] = None
     """PEM file with the trusted CA certificates for a teacher whose address begins with `https://`:
     its certificate must be in the file, or be signed by one in it. null: those that the system
     trusts."""
@@ -256,35 +298,8 @@ class TeacherConfig(FrozenConfig):
     and every batch must be of these kinds. Together with `teacher.model`: the model scores only the
     student's samples."""
 
-    def _rules(self) -> Iterator[str]:
-        bad, own = partial(conflict, self), self.tokenizer == "own"
-        if self.cache is not None and self.address is not None:
-            yield bad("cache address", "a cache is used alone, or with model")
-        if self.cache is not None and self.prompt is not None:
-            yield bad("cache prompt", "the cache has scores of the student's prompts")
-        if self.cache is not None and self.model == POLICY:
-            yield bad("cache model", "the cache has the scores of another model")
-        if self.ema > 0 and self.model != POLICY:
-            yield bad("ema", "it averages the weights of the policy", f"model={POLICY}, or ema=0")
-        if self.max_prompt_tokens is not None and self.prompt is None and not own:
-            way = "prompt, or max_prompt_tokens=null"
-            yield bad("max_prompt_tokens", "it limits the prompts that teacher.prompt makes", way)
-        if self.max_new_tokens is not None and not own:
-            yield bad(
-                "max_new_tokens",
-                "it limits completions in the tokens of another tokenizer",
-                "tokenizer=own, or max_new_tokens=null",
-            )
-        if own and (self.model in (None, POLICY) or self.cache is not None):
-            yield bad(
-                "tokenizer model cache",
-                f"own is for a teacher of the run other than {POLICY}",
-                "tokenizer=student, or model and no cache",
-            )
-        if self.address is not None and self.prompt is not None:
-            why = "the teacher there reads the student's prompts"
-            yield bad("address prompt", why, "prompt=null, or model in place of address")
-        yield from _rules_of_server(self)
+    def _rules(self) -> Iterator[Rule]:
+        return section_rules(self)
 
 
 class NamedTeacherConfig(Section):
@@ -292,7 +307,7 @@ class NamedTeacherConfig(Section):
 
     model: Name | None = None
     """Its weights, in any form that `student.model` takes, or `builtin:teacher`."""
-    address: Name | None = None
+    address: Annotated[Name | None, FREE] = None
     """In place of `model`: where it is served, as of `teacher.address`; one of several teachers of
     `serve_teacher` is at `host:port/name`."""
     api: Api = "jaxrl"
@@ -307,42 +322,12 @@ class NamedTeacherConfig(Section):
     def _check_model(cls, given: object) -> object:
         return {"model": given} if isinstance(given, str | Spelt) else given
 
-    def _rules(self) -> Iterator[str]:
-        if self.model is None and self.address is None:
-            yield "set model, or address"
-        yield from _rules_of_server(self)
+    def _rules(self) -> Iterator[Rule]:
+        yield self.model is None and self.address is None, "set model, or address"
+        yield from server_rules(self)
 
 
-def _rules_of_server(one: TeacherConfig | NamedTeacherConfig) -> Iterator[str]:
-    """Yields an error message for each rule broken by the keys that say where a teacher is
-    served."""
-    bad = partial(conflict, one)
-    if one.address is None:
-        for key in ("api", "api_model"):
-            if getattr(one, key) != type(one).model_fields[key].default:
-                yield bad(key, "it needs a server", f"address, or leave {key} out")
-        return
-    if one.model is not None:
-        yield bad("model address", "these are two teachers")
-    if one.api == "jaxrl" and one.api_model is not None:
-        yield bad("api_model api", "it is for api=openai")
-    url = one.address if "://" in one.address else f"http://{one.address}"
-    form = "http://host:port/v1" if one.api == "openai" else "host:port, or https://host:port"
-    if not _is_server(url) or (one.api == "openai" and url != one.address):
-        yield f"address={one.address} is no server's address: write {form}"
-
-
-def _is_server(url: str) -> bool:
-    """Returns whether this is http(s)://host:port, perhaps with a path, and nothing else."""
-    if not url.isascii() or not url.isprintable() or " " in url:
-        return False
-    try:
-        place = urlsplit(url)
-        given = place.port is not None or "/v1" in place.path
-    except ValueError:
-        return False
-    plain = not (place.query or place.fragment or place.username or place.password)
-    return place.scheme in ("http", "https") and bool(place.hostname) and given and plain
+UPDATES = refused("the schedule of the learning rate counts the updates of a batch")
 
 
 class ActorConfig(RoleConfig):
@@ -364,15 +349,15 @@ class ActorConfig(RoleConfig):
     """Upper bound of the tokens per device in one micro-batch, the part of a minibatch whose
     gradient is computed at once. The number of rows is such that the bound holds even if every row
     is as long as the longest one of the batch. null: the whole minibatch."""
-    minibatches: Positive | None = None
+    minibatches: Annotated[Positive | None, UPDATES] = None
     """Optimizer updates per pass over a batch. null: the number in the algorithm's paper
     (docs/reinforcement-learning.md), or the next smaller one that divides `batch_size`."""
-    epochs_per_batch: Positive = 1
+    epochs_per_batch: Annotated[Positive, UPDATES] = 1
     """Passes over each batch."""
     remat: Literal["none", "dots", "full"] = "full"
     """Activations that the backward pass recomputes to save memory. none: nothing. dots: all but
     matrix products. full: all but each layer's input."""
-    max_nonfinite: Positive = 5
+    max_nonfinite: Annotated[Positive, FREE] = 5
     """End the run after this many updates in a row were skipped because the gradient was NaN or
     infinite."""
 
@@ -414,13 +399,14 @@ class ReferenceConfig(FrozenConfig):
 class GrouperConfig(FrozenConfig):
     """Clusters of similar completions of a prompt, for `policy.advantages=similarity`."""
 
+    on_resume: ClassVar[OnResume] = ASKED
     model: Name | None = None
     """Text encoder that embeds the completions: a Hugging Face or sentence-transformers folder
     (BERT, MiniLM, XLM-RoBERTa, bge-m3), `package:NAME`, or the id of a model on the hub. null:
     none."""
-    lazy: Flag = True
+    lazy: Annotated[Flag, FREE] = True
     """Load the encoder at its first use instead of at the start of the run."""
-    batch_tokens: Positive = 4096
+    batch_tokens: Annotated[Positive, REPORTED] = 4096
     """Tokens that one device embeds at once, including padding."""
     method: Literal["agglomerative_silhouette", "connected_components", "leader"] = (
         "agglomerative_silhouette"
@@ -458,15 +444,16 @@ class GrouperConfig(FrozenConfig):
     """method=agglomerative_silhouette: if the best silhouette is below this, all completions of the
     prompt are one cluster."""
 
-    def _rules(self) -> Iterator[str]:
-        if self.use == "blend" and self.alpha > 1:
-            yield conflict(self, "alpha use", "it blends from 0 (the prompt's) to 1")
+    def _rules(self) -> Iterator[Rule]:
+        outside = self.use == "blend" and self.alpha > 1
+        yield outside, "alpha use", "it blends from 0 (the prompt's) to 1"
 
 
 class RewardConfig(FrozenConfig):
     """Rewards of completions, where the algorithm learns from rewards, and the role that computes
     them."""
 
+    on_resume: ClassVar[OnResume] = ASKED
     functions: Words = ()
     """Reward functions: `path/to/file.py:function` (in a config file from that file's folder, else
     from the working directory) or `package.module:function`; a verifier of `data.verifier` by its
@@ -475,32 +462,36 @@ class RewardConfig(FrozenConfig):
     `train(config, rewards=[NAME])`."""
     weights: tuple[Number, ...] | None = None
     """Weight of each reward function in the sum, one number per function; 0: reported, not trained
-    on. null: 1 each. Completions for which a function returns None have no reward, unless it
-    returns None for all completions of the prompt: then it is left out for that prompt. A
-    completion on which a function fails (exception, crash, timeout) has no reward."""
+    on. null: 1 each. A completion on which a function fails (exception, crash, timeout) has no
+    reward."""
+    missing: Literal["ignore", "drop"] = "ignore"
+    """Treatment of a completion for which a reward function returns None. ignore: the sum of its
+    other rewards counts, as if the function's weight were 0 there; the same as in TRL. drop: it has
+    no reward, unless the function returns None for all completions of the prompt. A completion for
+    which every function returns None has no reward in either case."""
     model: Name | None = None
     """Reward model, a `*ForSequenceClassification` checkpoint in a folder, in `package:NAME` or on
     the hub; its score is one more reward. null: none."""
     model_weight: Number = 1.0
     """Weight of the reward model's score in the sum."""
-    batch_tokens: Positive = 4096
+    batch_tokens: Annotated[Positive, REPORTED] = 4096
     """Tokens that the reward model reads at once on one device, including padding."""
     max_tokens: Positive | None = None
     """Longest text that the reward model reads, in its tokens; the beginning of longer texts is
     cut. null: `max_prompt_tokens` + `max_new_tokens` + 128."""
-    timeout: PositiveNumber = 10.0
+    timeout: Annotated[PositiveNumber, FREE] = 10.0
     """Seconds that a reward function may take for one completion. After that its process is killed;
     the completion has no reward, and is counted in `reward/NAME/timeouts`."""
-    workers: Positive | None = None
+    workers: Annotated[Positive | None, FREE] = None
     """Processes that run the reward functions. null: half the CPU cores, at most 8."""
-    memory_mb: Positive | None = None
+    memory_mb: Annotated[Positive | None, FREE] = None
     """Megabytes of address space for each process that runs reward functions (RLIMIT_AS): beyond it
     a function gets a MemoryError, counted in `reward/NAME/failures`. null: no limit; if the
     machine's memory runs out, the kernel kills these processes first, not the run."""
-    max_processes: Positive = 256
+    max_processes: Annotated[Positive, FREE] = 256
     """Maximum number of simultaneous processes of a reward function, including the one that runs
     it; if it is exceeded, all of them are killed, which counts in `reward/NAME/failures`."""
-    max_failures: Fraction = 0.5
+    max_failures: Annotated[Fraction, FREE] = 0.5
     """Share of a batch's completions on which a reward function may fail (exception, crash,
     timeout); beyond it the run ends."""
     overlong_buffer: Count | None = None
@@ -516,14 +507,13 @@ class RewardConfig(FrozenConfig):
     reach `environment.max_turns` or `environment.turn_tokens`. keep: trained on like any other.
     mask: compared with the others of their prompt, but not trained on."""
 
-    def _rules(self) -> Iterator[str]:
+    def _rules(self) -> Iterator[Rule]:
         given = self.weights_of_functions
-        if len(given) != len(self.functions):
-            why = f"weights has {len(given)} numbers for the {len(self.functions)} functions"
-            yield conflict(self, "weights", why, "one for each, or weights=null")
+        why = f"weights has {len(given)} numbers for the {len(self.functions)} functions"
+        yield len(given) != len(self.functions), "weights", why, "one for each, or weights=null"
         every = [*given, *([self.model_weight] if self.model else [])]
-        if every and not any(every):
-            yield "every weight is 0: nothing would be learned; give one another value"
+        none = every and not any(every)
+        yield none, "every weight is 0: nothing would be learned; give one another value"
 
     @cached_property
     def weights_of_functions(self) -> tuple[float, ...]:

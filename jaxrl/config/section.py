@@ -4,19 +4,56 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxrl.errors import short
 from jaxrl.process.json_types import JsonObject
+from jaxrl.teacher.key_rules import Rule
+
+
+@dataclass(frozen=True)
+class OnResume:
+    """What a change of a key does to a run that resumes: part of the key's type, or of its section
+    for all keys there that say nothing (`Section.on_resume`)."""
+
+    how: Literal["free", "reported", "asked", "refused"]
+    """free: it changes where and how a run works, never what it computes. reported: numbers differ
+    from then on, if by rounding alone, or there are more steps. asked: `resume_changed` has to
+    allow it, as another content of the files that the key names. refused: never; a run with the
+    other value is another one."""
+    why: str = ""
+    """Why it is refused."""
+    remakes: bool = False
+    """Whether completions that were generated ahead are generated again, after a change of the
+    value or of the files that it names: they were made with it."""
+    unless: Callable[[Any, Any, JsonObject], str] = lambda before, now, config: ""
+    """(value before, value now, config now as a mapping) -> why a change that is allowed otherwise
+    is refused, "" where it is not."""
+    decides: str = ""
+    """Begins the names of what a run depends on whose digests the value changes too."""
+
+
+FREE, REPORTED, ASKED = OnResume("free"), OnResume("reported"), OnResume("asked")
+SAMPLED = replace(ASKED, remakes=True)
+"""Decides what completions are."""
+
+
+def refused(why: str) -> OnResume:
+    return OnResume("refused", why, remakes=True)
+
+
+def unless_between(value: object, why: str) -> Callable[[Any, Any, JsonObject], str]:
+    """Refuses changes from and to a value."""
+    return lambda before, now, _: why if value in (before, now) else ""
+
 
 LARGEST = 2**31 - 1
 """The largest int32, the type of counters on devices; no key needs more."""
 ROLES = ("actor", "rollout", "teacher", "reference", "reward", "grouper")
-POLICY = "policy"
-"""The `teacher.model` of self-distillation."""
 
 Positive = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
@@ -99,8 +136,10 @@ def value_and_default(section: BaseModel, path: str) -> tuple[Any, Any]:
     return getattr(owner, last), type(owner).model_fields[last].default
 
 
-def unread(section: BaseModel, keys: Iterable[str], also: str, why: str, way: str) -> Iterator[str]:
-    """Yields a message for each key that is not at its default, though nothing reads it.
+def unread(
+    section: BaseModel, keys: Iterable[str], also: str, why: str, way: str
+) -> Iterator[Rule]:
+    """Yields the rule that each key, which nothing reads, is at its default.
 
     Args:
         keys: their dotted names below the section.
@@ -110,7 +149,7 @@ def unread(section: BaseModel, keys: Iterable[str], also: str, why: str, way: st
     for key in keys:
         value, default = value_and_default(section, key)
         if value != default and key != also:
-            yield conflict(section, f"{also} {key}", why, f"{key}={show_value(default)}, or {way}")
+            yield True, f"{also} {key}", why, f"{key}={show_value(default)}, or {way}"
 
 
 def conflict(section: BaseModel, keys: str, why: str, way: str = "") -> str:
@@ -132,6 +171,9 @@ def conflict(section: BaseModel, keys: str, why: str, way: str = "") -> str:
 
 class Section(BaseModel):
     """A frozen group of keys; an unknown key is an error."""
+
+    on_resume: ClassVar[OnResume] = refused("nothing says what a change does")
+    """Of the keys of the section whose types have none."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -166,9 +208,14 @@ class Section(BaseModel):
         """Returns the keys alone."""
         return super(Section, self.__copy__()).__getstate__()
 
-    def _rules(self) -> Iterator[str]:
-        """Yields a message for each broken condition on several keys; all are raised together."""
+    def _rules(self) -> Iterator[Rule]:
+        """Yields the conditions on several keys; what is broken is raised together."""
         return iter(())
+
+    def messages(self, rules: Iterable[Rule]) -> list[str]:
+        """Returns the message of each rule that is broken."""
+        broken = (rule[1:] for rule in rules if rule[0])
+        return [rule[0] if len(rule) == 1 else conflict(self, *rule) for rule in broken]
 
     @model_validator(mode="before")
     @classmethod
@@ -177,6 +224,6 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        if messages := list(dict.fromkeys(self._rules())):
+        if messages := list(dict.fromkeys(self.messages(self._rules()))):
             raise ValueError("\n".join(messages))
         return self

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date
-from functools import cached_property, partial
-from typing import Annotated, Literal
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from jaxrl.config.section import (
+    ASKED,
+    FREE,
+    REPORTED,
+    SAMPLED,
     Count,
     Decay,
     Flag,
@@ -19,25 +24,28 @@ from jaxrl.config.section import (
     NonNegative,
     Number,
     OneOrMore,
+    OnResume,
     Positive,
     PositiveNumber,
     Section,
     Words,
     check_user_names,
-    conflict,
     numbers,
+    refused,
+    unless_between,
     unread,
 )
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import MixtureKind
-from jaxrl.process.json_types import Keywords
+from jaxrl.process.json_types import JsonObject, Keywords
+from jaxrl.teacher.key_rules import Rule
 
 # The keys of a config that the evaluation of a checkpoint reads.
 EVALUATED_MESH = "rollout=1"
 """Placement where none is asked for."""
 EVALUATED = (
     *("seed", "mesh", "max_prompt_tokens", "max_new_tokens", "compile_cache", "data"),
-    *("sampling.stop", "rollout", "eval", "environment"),
+    *("sampling.stop", "rollout", "eval", "environment", "student.chat_template"),
 )
 """Keys, and sections, that an evaluation reads."""
 NOT_EVALUATED = (
@@ -102,16 +110,18 @@ EvalSources = Annotated[
 class DataConfig(Section):
     """Prompts, and their completions and answers where there are any."""
 
+    on_resume: ClassVar[OnResume] = refused("it decides which prompts each batch has")
     train: Sources
     """One source or a list of them: a `.jsonl`, `.parquet`, `.json` or `.csv` file; a pattern like
     `data/*.parquet`; a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a
     split); a data set on the hub, as in `hf:openai/gsm8k:main:train`
     (`hf:ORG/NAME@REVISION:CONFIG:SPLIT`); `arithmetic`, `reasoning_gym/NAME` (`:key=value,...` adds
-    options); `python:data`, rows that a Python program gives, as in `train(config, data=rows)`."""
+    options); `path/to/file.py:NAME`, rows or a function that makes them, perhaps without an end;
+    `python:data`, rows that a Python program gives, as in `train(config, data=rows)`."""
     weights: tuple[PositiveNumber, ...] | None = None
     """Share of the prompts that come from each source of `data.train`, one number per source; each
     source then has its own epochs. null: all rows together, each once per epoch."""
-    eval: EvalSources | None = None
+    eval: Annotated[EvalSources | None, replace(ASKED, decides="data.eval")] = None
     """Held-out sources in the form of `data.train`, or several named sets, as in `{easy: a.jsonl,
     hard: [b.jsonl, c.jsonl]}`; a procedural source never repeats a prompt of its training split.
     null: no evaluation."""
@@ -173,22 +183,23 @@ class DataConfig(Section):
     prompts of procedural tasks are still dropped."""
     shuffle: Flag = True
     """Shuffle the data differently in each epoch, by `seed`."""
-    verifier: str = "auto"
+    verifier: Annotated[str, ASKED] = "auto"
     """Name of the verifier that judges completions in evaluations (docs/data.md lists them). auto:
     the one that the source defines."""
 
-    def _rules(self) -> Iterator[str]:
-        if self.prompt_key is None and self.messages_key is None:
-            yield "prompt_key and messages_key are both null: one must name the rows' prompts"
+    def _rules(self) -> Iterator[Rule]:
+        none = self.prompt_key is None and self.messages_key is None
+        yield none, "prompt_key and messages_key are both null: one must name the rows' prompts"
         given, sources = len(self.weights or ()), len(self.train)
-        if self.weights is not None and given != sources:
-            why = f"weights has {given} numbers for the {sources} sources of train"
-            yield conflict(self, "weights", why, "one for each, or weights=null")
+        why = f"weights has {given} numbers for the {sources} sources of train"
+        several = self.weights is not None and given != sources
+        yield several, "weights", why, "one for each, or weights=null"
 
 
 class SamplingConfig(Section):
     """How training completions are sampled."""
 
+    on_resume: ClassVar[OnResume] = SAMPLED
     temperature: NonNegative = 1.0
     """Temperature that divides the logits; 0 is greedy."""
     top_k: Count = 0
@@ -213,35 +224,41 @@ CHUNK_TOKENS = 512
 """`distill.chunk_tokens` where neither the config nor the plan sets it."""
 
 
+BATCHES = refused("it decides what the batches hold, and what the teacher sends of them")
+
+
 class DistillConfig(Section):
     """The divergence from a teacher (GKD, arXiv 2306.13649), alone or in combination with rewards
     (`distill_weight`)."""
 
-    signal: Literal["hidden", "topk", "student_topk", "sampled"] = "hidden"
+    on_resume: ClassVar[OnResume] = ASKED
+    signal: Annotated[Literal["hidden", "topk", "student_topk", "sampled", "own"], BATCHES] = (
+        "hidden"
+    )
     """What the teacher sends for each token. hidden: its last hidden states (exact divergence).
     topk, student_topk: log-probs of the teacher's or the student's top-k tokens, and of all other
     tokens together (a lower bound). sampled: the log-prob of the sampled token (unbiased for
-    reverse KL)."""
+    reverse KL). own: what the algorithm's `SignalSpec` says (docs/add-an-algorithm.md)."""
     jsd_beta: Fraction = 0.5
     """Generalised JSD between teacher and student, which tends to 0 at both ends. Exactly 0 selects
     KL(teacher||student) and exactly 1 KL(student||teacher), so that the scale of the loss jumps
     there."""
-    on_policy_fraction: Fraction = 1.0
+    on_policy_fraction: Annotated[Fraction, BATCHES] = 1.0
     """Probability that a batch holds the student's samples; other batches hold the data's
     completions, or the teacher's samples (`distill.seq_kd`)."""
-    seq_kd: Flag = False
+    seq_kd: Annotated[Flag, BATCHES] = False
     """Sequence-level distillation: off-policy batches hold the teacher's samples in place of the
     data's completions."""
     distill_temperature: PositiveNumber = 1.0
     """Temperature T that divides both models' logits inside the divergence. The loss is not
     multiplied by T^2."""
-    top_k: Annotated[Positive, Field(le=1024)] = 64
+    top_k: Annotated[Positive, Field(le=1024), BATCHES] = 64
     """Tokens per position that the signals topk and student_topk send; from about 1000 on, signal
     hidden is smaller and exact."""
     ratio_cap: PositiveNumber = 2.0
     """With `distill.signal=sampled` or `teacher.tokenizer=own`: cap on the importance ratio between
     the learner and the policy that sampled."""
-    mixture: MixtureKind | None = None
+    mixture: Annotated[MixtureKind | None, BATCHES] = None
     """How several `teachers` are combined. arithmetic: the mixture of their distributions, sum_k
     w_k P_k. geometric: proportional to prod_k P_k ** w_k. null: arithmetic or, with
     `data.teacher_key`, none: each row learns from one teacher."""
@@ -253,11 +270,11 @@ class DistillConfig(Section):
     `distill.entropy_aware`."""
     entropy_top_k: Positive = 16
     """Number of the teacher's most probable tokens in the term of `distill.entropy_aware`."""
-    chunk_tokens: Positive | None = None
+    chunk_tokens: Annotated[Positive | None, REPORTED] = None
     """Tokens whose logits exist at once, in the losses of all algorithms; a smaller number needs
     less memory, a larger one reads the LM head less often. null: 512; on GPUs 2048 or 1024 where
     the plan says that they fit."""
-    lean: Flag = False
+    lean: Annotated[Flag, REPORTED] = False
     """Recompute the logits of the divergence from the teacher in the backward pass: less memory,
     more time. Changes nothing for signal=sampled, sft and the policy losses, which always do so."""
 
@@ -266,28 +283,48 @@ class DistillConfig(Section):
         """Returns the number of tokens whose logits exist at once."""
         return self.chunk_tokens or CHUNK_TOKENS
 
-    def _rules(self) -> Iterator[str]:
-        bad = partial(conflict, self)
-        if self.seq_kd and self.on_policy_fraction == 1:
-            why = "no batch is left to the teacher's samples"
-            yield bad("seq_kd on_policy_fraction", why, "on_policy_fraction below 1")
-        if self.signal == "student_topk" and self.on_policy_fraction < 1:
-            yield bad("signal on_policy_fraction", "it asks about samples of the student alone")
-        if self.entropy_aware and self.signal == "topk" and self.entropy_top_k > self.top_k:
-            why = "the teacher sends no more than top_k"
-            yield bad("entropy_top_k top_k", why, "a smaller entropy_top_k, or a larger top_k")
-        for key in ("jsd_beta", "on_policy_fraction", "distill_temperature"):
-            known = key == "on_policy_fraction" and self.seq_kd  # as the teacher's samples have it
-            if self.signal == "sampled" and getattr(self, key) != 1 and not known:
-                why = "KL(student||teacher) is estimated on samples whose log-probs are known"
-                also = " (or seq_kd=true)" if key == "on_policy_fraction" else ""
-                yield bad(f"signal {key}", why, f"{key}=1{also}")
+    def _rules(self) -> Iterator[Rule]:
+        all_own, share = self.on_policy_fraction == 1, "on_policy_fraction"
+        why, way = "no batch is left to the teacher's samples", f"{share} below 1"
+        yield self.seq_kd and all_own, f"seq_kd {share}", why, way
+        own = self.signal == "student_topk" and not all_own
+        yield own, f"signal {share}", "it asks about samples of the student alone"
+        more = self.entropy_aware and self.signal == "topk" and self.entropy_top_k > self.top_k
+        why, way = (
+            "the teacher sends no more than top_k",
+            "a smaller entropy_top_k, or a larger top_k",
+        )
+        yield more, "entropy_top_k top_k", why, way
+        why = "KL(student||teacher) is estimated on samples whose log-probs are known"
+        for key, also in (
+            ("jsd_beta", ""),
+            (share, " (or seq_kd=true)"),
+            ("distill_temperature", ""),
+        ):
+            known = key == share and self.seq_kd  # as the teacher's samples have it
+            off = self.signal == "sampled" and getattr(self, key) != 1 and not known
+            yield off, f"signal {key}", why, f"{key}=1{also}"
+
+
+OPTIMIZER = refused("the checkpoint has the state of the other optimizer")
+CLIPPED = replace(
+    ASKED, unless=unless_between(None, "with a clip_norm the optimizer's state has one more part")
+)
+
+
+def _decays(before: float, now: float, config: JsonObject) -> str:
+    more = (before == 0) != (now == 0) and config["optimizer"]["name"] == "adafactor"
+    return "without decay the state of adafactor has one part less" if more else ""
 
 
 class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule (optax)."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
+    on_resume: ClassVar[OnResume] = ASKED
+    name: Annotated[
+        Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"],
+        refused("the checkpoint has the state of the other optimizer"),
+    ] = "adamw"
     """The optax optimizer."""
     learning_rate: NonNegative = 1e-5
     """Peak learning rate."""
@@ -302,20 +339,20 @@ class OptimizerConfig(Section):
     min_lr_ratio: Fraction = 0.0
     """With the schedules linear and cosine: fraction of the peak to which the learning rate falls.
     It would have that value at the update after the last one."""
-    weight_decay: NonNegative = 0.0
+    weight_decay: Annotated[NonNegative, replace(ASKED, unless=_decays)] = 0.0
     """Decoupled weight decay (not with adam or sgd); embeddings, norms and biases are not
     decayed."""
-    b1: Decay = 0.9
+    b1: Annotated[Decay, refused("the averages in the checkpoint were made with it")] = 0.9
     """Decay of the first moment (adamw, adam, lion; muon: of all that is no kernel; sgd:
     momentum)."""
-    b2: Decay = 0.95
+    b2: Annotated[Decay, refused("the averages in the checkpoint were made with it")] = 0.95
     """Decay of the second moment (adamw, adam, lion; muon: of all that is no kernel)."""
     eps: PositiveNumber = 1e-8
     """Added to the denominator of an update (adamw, adam, muon)."""
-    clip_norm: PositiveNumber | None = 1.0
+    clip_norm: Annotated[PositiveNumber | None, CLIPPED] = 1.0
     """Gradients whose global norm exceeds this are scaled down to it. null: never."""
 
-    def _rules(self) -> Iterator[str]:
+    def _rules(self) -> Iterator[Rule]:
         keys = (key for key, names in READ_BY.items() if self.name not in names)
         yield from unread(self, keys, "name", "that optimizer has none", "another optimizer")
 
@@ -340,10 +377,15 @@ Corrections = Annotated[
 """Names of `losses.correction.CORRECTIONS`; a single string stands for a list of one."""
 
 
+REFERS = replace(ASKED, decides="student.model=")
+"""With 0 there is no reference: of the student's folder the tokenizer alone counts."""
+
+
 class PolicyConfig(Section):
     """The policy loss of algorithms that learn from rewards. null is the algorithm's own value,
     which docs/reinforcement-learning.md lists, unless the key says otherwise."""
 
+    on_resume: ClassVar[OnResume] = ASKED
     advantages: Literal["group", "similarity"] = "group"
     """Completions with which a reward is compared. group: all of the same prompt. similarity: those
     of the same prompt with a similar text (section `grouper`)."""
@@ -389,14 +431,14 @@ class PolicyConfig(Section):
     own."""
     clip_log: PositiveNumber | None = None
     """GMPO: bound of each token's log-ratio, in nats. null: the algorithm's own."""
-    kl_coef: NonNegative = 0.0
+    kl_coef: Annotated[NonNegative, REFERS] = 0.0
     """Weight of KL(policy||reference) in the loss; above 0 the role `reference` is needed. Tokens
     are aggregated as in the policy loss: with luspo a completion's KL is the sum over its tokens,
     with gspo their mean."""
     kl_estimator: Literal["k2", "k3"] = "k3"
     """Estimator of the KL that `policy.kl_coef` weighs. On-policy, the gradient of k2 is that of
     KL(policy||reference), the gradient of k3 that of KL(reference||policy)."""
-    reward_kl_coef: NonNegative = 0.0
+    reward_kl_coef: Annotated[NonNegative, REFERS] = 0.0
     """KL penalty in the reward: this coefficient times KL(policy||reference) of the completion, in
     nats, is subtracted from its reward."""
     reward_kl_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -407,13 +449,13 @@ class PolicyConfig(Section):
     """On-policy distillation: this coefficient times (policy's log-prob - teacher's log-prob) of a
     sampled token, in nats, is subtracted from the token's advantage; needs a teacher and
     `distill.signal=sampled`."""
-    dynamic_sampling: Literal["off", "drop", "refill"] | None = None
+    dynamic_sampling: Annotated[Literal["off", "drop", "refill"] | None, SAMPLED] = None
     """Treatment of prompts whose completions would all have advantage 0 without the penalties for
     length and KL: all have the same task reward (functions and reward model), or no reward. off:
     they are kept. drop: they are left out of the policy loss. refill: other prompts are sampled
     instead (needs `schedule=serial`). null: off, except for dapo: refill with `schedule=serial`,
     else drop."""
-    max_refills: Positive = 4
+    max_refills: Annotated[Positive, SAMPLED] = 4
     """With `policy.dynamic_sampling=refill`: most additional rounds of sampling for one batch."""
     correction: Corrections | None = None
     """Off-policy correction of the difference between the sampler's log-probs and the learner's at
@@ -436,32 +478,33 @@ class PolicyConfig(Section):
     """Use the policy that sampled as pi_old of the importance ratio, instead of the learner at the
     start of the batch: the clip acts on the whole ratio, and no off-policy correction is
     applied."""
-    router_replay: Flag = False
+    router_replay: Annotated[Flag, SAMPLED] = False
     """For mixtures of experts: record the experts that the sampler chose for each token of prompts
     and completions, in each layer, and route the learner's tokens to the same experts, with the
     learner's routing weights. Rounding then cannot change the routing."""
 
-    def _rules(self) -> Iterator[str]:
-        if self.bypass and self.correction not in (None, ("none",)):
-            way = "correction=none, or bypass=false"
-            yield conflict(self, "bypass correction", "they would correct twice", way)
+    def _rules(self) -> Iterator[Rule]:
+        twice = self.bypass and self.correction not in (None, ("none",))
+        way = "correction=none, or bypass=false"
+        yield twice, "bypass correction", "they would correct twice", way
 
 
 class EnvironmentConfig(Section):
     """Episodes of several turns: after each turn of the policy an environment answers, and what it
     says is read, not learned. All turns and answers together are one completion."""
 
-    name: Name | None = None
+    on_resume: ClassVar[OnResume] = ASKED
+    name: Annotated[Name | None, refused("another environment has other episodes")] = None
     """The environment: `path/to/file.py:Class` (in a config file from that file's folder, else from
     the working directory), `package.module:Class`, a built-in one by its name, or `python:NAME`,
     which a Python program gives, as in `train(config, environment=NAME)`. null: none; a completion
     is one turn."""
-    arguments: Annotated[Keywords, BeforeValidator(numbers)] = {}
+    arguments: Annotated[Keywords, BeforeValidator(numbers), SAMPLED] = {}
     """Keyword arguments for the environment's class, as in `{id: FrozenLake-v1}` with
     `environment.name=gymnasium`."""
-    max_turns: Positive = 8
+    max_turns: Annotated[Positive, SAMPLED] = 8
     """Maximum number of turns of the policy in an episode."""
-    turn_tokens: Positive | None = None
+    turn_tokens: Annotated[Positive | None, SAMPLED] = None
     """Maximum number of tokens of one turn of the policy; a turn that reaches it ends the episode.
     null: only the episode is limited, by `max_new_tokens`."""
     weight: Number = 1.0
@@ -479,28 +522,29 @@ class EnvironmentConfig(Section):
     """Discount factor per turn. With `credit=episode` the reward of turn k, from 0, is multiplied
     by discount^k. With `credit=turn` a turn's return multiplies the reward that comes k turns later
     by discount^k."""
-    timeout: PositiveNumber = 30.0
+    timeout: Annotated[PositiveNumber, FREE] = 30.0
     """Seconds that an environment may take for one answer. After that its process is killed; the
     episode ends without a reward, and is counted in `environment/timeouts`."""
-    workers: Positive | None = None
+    workers: Annotated[Positive | None, FREE] = None
     """Processes that run environments; each holds many episodes. null: twice the CPU cores, at most
     16 and at most one for each episode of a batch."""
-    memory_mb: Positive | None = None
+    memory_mb: Annotated[Positive | None, FREE] = None
     """Megabytes of address space for each of these processes. null: no limit."""
-    max_processes: Positive = 256
+    max_processes: Annotated[Positive, FREE] = 256
     """Maximum number of simultaneous processes of an environment, including the one that runs
     it."""
-    max_failures: Fraction = 0.5
+    max_failures: Annotated[Fraction, FREE] = 0.5
     """Share of a batch's episodes that may fail (exception, crash, timeout); beyond it the run
     ends."""
 
-    def _rules(self) -> Iterator[str]:
+    def _rules(self) -> Iterator[Rule]:
         yield from self.without_environment("arguments")
-        if not all(name.isidentifier() for name in self.arguments):
-            yield f"arguments={self.arguments}: each name must be that of an argument in Python"
+        names = all(name.isidentifier() for name in self.arguments)
+        why = "each name must be that of an argument in Python"
+        yield not names, f"arguments={self.arguments}: {why}"
 
-    def without_environment(self, *keys: str) -> Iterator[str]:
-        """Yields a message for each of these keys that is set, where there is no environment."""
+    def without_environment(self, *keys: str) -> Iterator[Rule]:
+        """Yields the rule that none of these keys is set where there is no environment."""
         if self.name is None:
             why = "there is no environment"
             yield from unread(self, keys, "name", why, "environment.name too")
@@ -510,6 +554,7 @@ class OffloadConfig(Section):
     """Move arrays to pinned host memory while other roles of the pool work; results do not change,
     bit for bit."""
 
+    on_resume: ClassVar[OnResume] = FREE
     params: Flag = False
     """Offload the policy: the weights of actor, rollout and a teacher that is the current policy
     (`teacher.model=policy`), each while that role does not work. An array that they share is
@@ -526,9 +571,10 @@ class EvalConfig(Section):
     """Accuracy on `data.eval` by a verifier: before the first step, during the run, at its end; and
     by `python -m jaxrl.evaluate`."""
 
-    every: Count = 25
+    on_resume: ClassVar[OnResume] = ASKED
+    every: Annotated[Count, REPORTED] = 25
     """Steps between evaluations; 0: only before the first step and after the last."""
-    prompts: Positive = 256
+    prompts: Annotated[Positive, replace(ASKED, decides="data.eval")] = 256
     """Held-out prompts per set that are evaluated, the same each time; all prompts of a set that
     has fewer."""
     samples: Positive = 1
@@ -543,25 +589,24 @@ class EvalConfig(Section):
     1: from all."""
     max_new_tokens: Positive | None = None
     """Longest completion in evaluations, in tokens. null: the run's `max_new_tokens`."""
-    teacher: Flag = True
+    teacher: Annotated[Flag, REPORTED] = True
     """Evaluate the teacher once, before the first step, as a target for the student."""
 
-    def _rules(self) -> Iterator[str]:
+    def _rules(self) -> Iterator[Rule]:
         greedy = self.temperature == 0
-        if greedy and self.samples > 1:
-            why = "greedy completions of a prompt are all the same"
-            yield conflict(self, "samples temperature", why, "temperature above 0, or samples=1")
-        if greedy and (self.top_k > 0 or self.top_p < 1):
-            way = "temperature above 0, or top_k=0 top_p=1"
-            yield conflict(
-                self, "top_k top_p temperature", "they have no effect on greedy completions", way
-            )
+        why, way = "greedy completions of a prompt are all the same", "temperature above 0, or {}"
+        same = greedy and self.samples > 1
+        yield same, "samples temperature", why, way.format("samples=1")
+        unread = greedy and (self.top_k > 0 or self.top_p < 1)
+        why = "they have no effect on greedy completions"
+        yield unread, "top_k top_p temperature", why, way.format("top_k=0 top_p=1")
 
 
 class CheckpointConfig(Section):
     """Checkpoints in `RUN/checkpoints/STEP`, with all that a run needs to resume as if it had never
     stopped."""
 
+    on_resume: ClassVar[OnResume] = FREE
     every: Count = 50
     """Steps between checkpoints, which are written while training continues; 0: only at the last
     step and when interrupted."""
@@ -576,6 +621,7 @@ class DeadlinesConfig(Section):
     """Longest duration of each kind of call, in seconds. A late call ends the run with an error
     that says what it was doing."""
 
+    on_resume: ClassVar[OnResume] = FREE
     startup: PositiveNumber = 600.0
     """Seconds to load weights and build a role."""
     generate: PositiveNumber = 600.0
@@ -601,6 +647,7 @@ class DeadlinesConfig(Section):
 class RayConfig(Section):
     """Workers as processes, on one host or on the nodes of a Ray cluster (extra `ray`)."""
 
+    on_resume: ClassVar[OnResume] = FREE
     address: Name | None = None
     """Ray cluster to join: `HOST:PORT` of its head, or `auto` for one that runs on this host. null:
     RAY_ADDRESS, or else a new cluster on this host, for this run alone."""
@@ -616,6 +663,7 @@ class RayConfig(Section):
 class LoggingConfig(Section):
     """Console output, and the files and trackers that record the run."""
 
+    on_resume: ClassVar[OnResume] = FREE
     console: Literal["auto", "rich", "plain", "quiet"] = "auto"
     """Console output: rich (a live display), plain (lines) or quiet. auto: rich on a terminal and
     in a notebook, else plain."""
@@ -653,6 +701,7 @@ def _range(value: str) -> str:
 class ProfileConfig(Section):
     """Profiling of some steps of a run."""
 
+    on_resume: ClassVar[OnResume] = FREE
     steps: Annotated[str, AfterValidator(_range)] | None = None
     """Steps `first:stop` to profile, stop excluded, as in `3:5` for the steps 3 and 4: writes a
     trace of JAX's profiler and a table of the stages to `RUN/profile`. Avoid the first two steps,

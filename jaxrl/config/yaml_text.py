@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from jaxrl.config.keys import alias_hint
+from jaxrl.config.keys import WITH_ARGUMENTS, alias_hint
 from jaxrl.config.section import SpeltFloat, SpeltInt
 from jaxrl.errors import UserError, short
 from jaxrl.process.json_types import JsonObject
@@ -206,11 +206,13 @@ def _flat(
 def assign(mapping: JsonObject, values: Mapping[str, object]) -> JsonObject:
     """Returns ``mapping`` with the value of each dotted key set."""
     result = copy.deepcopy(mapping)
-    for key, value in values.items():
+    for key, value in sorted(values.items(), key=lambda item: item[0] not in WITH_ARGUMENTS):
         section, (*names, last) = result, key.split(".")
         for depth, name in enumerate(names):
             if section.setdefault(name, {}) is None:
                 section[name] = {}
+            if name in WITH_ARGUMENTS and depth == 0 and isinstance(section[name], str):
+                section[name] = {"name": section[name]}
             section = section[name]
             if not isinstance(section, dict):
                 path = ".".join(names[: depth + 1])

@@ -159,6 +159,29 @@ def as_the_teacher_reads(
     return replace(rollout, sequences=Sequences(tokens, mask, own.loss_mask))
 
 
+def data_completion(
+    prompt: Prompt, max_new_tokens: int, decode: Callable[[Sequence[int]], str]
+) -> Completion:
+    """Returns the data set's own completion of a prompt, as a batch holds it.
+
+    No policy sampled it: its log-probs are 0 and mean nothing. One that fills `max_new_tokens` has
+    the finish reason `length`, because it may have been cut.
+
+    Args:
+        decode: tokens -> text, as samples are shown.
+    """
+    if prompt.completion is None:
+        raise UserError(
+            f"the data have no completion for {prompt.text[:60]!r}; {NEEDS_COMPLETIONS}"
+        )
+    tokens = prompt.completion
+    unknown = np.zeros(len(tokens), np.float32)
+    reason: FinishReason = "length" if len(tokens) >= max_new_tokens else "stop"
+    said = [turn.text for turn in prompt.turns if turn.role == "assistant"]
+    text = said[-1] if said else decode(tokens)
+    return Completion(tokens, unknown, unknown, reason, text, prompt.turns)
+
+
 def data_rollout(
     prompts: Sequence[Prompt],
     *,
@@ -166,27 +189,10 @@ def data_rollout(
     decode: Callable[[Sequence[int]], str],
     **packing: int,
 ) -> Rollout:
-    """Packs the data set's own completions, one for each prompt; policy_version -1.
-
-    No policy sampled them: their log-probs are 0 and mean nothing. One that fills `max_new_tokens`
-    has the finish reason `length`, because it may have been cut.
-
-    Args:
-        decode: tokens -> text, as samples are shown.
-    """
-    completions = []
-    for prompt in prompts:
-        if prompt.completion is None:
-            raise UserError(
-                f"the data have no completion for {prompt.text[:60]!r}; {NEEDS_COMPLETIONS}"
-            )
-        tokens = prompt.completion
-        unknown = np.zeros(len(tokens), np.float32)
-        reason: FinishReason = "length" if len(tokens) >= max_new_tokens else "stop"
-        said = [turn.text for turn in prompt.turns if turn.role == "assistant"]
-        text = said[-1] if said else decode(tokens)
-        completions.append([Completion(tokens, unknown, unknown, reason, text, prompt.turns)])
+    """Packs the data set's own completions (`data_completion`), one for each prompt; policy_version
+    -1."""
     packing["max_new_tokens"] = max_new_tokens
+    completions = [[data_completion(prompt, max_new_tokens, decode)] for prompt in prompts]
     return make_rollout(prompts, completions, policy_version=DATA, **packing)
 
 

@@ -54,6 +54,9 @@ def today() -> str:
     return date.today().isoformat()
 
 
+Span = tuple[int, int]
+
+
 class Unrendered(UserError):
     """A chat that the template refuses or leaves messages out of."""
 
@@ -75,8 +78,6 @@ class Split:
     prompt: str
     pieces: tuple[ChatPiece, ...]
     """What follows the prompt; joined, they are the rest of the template's text."""
-    generation: bool
-    """Whether the prompt is the template's generation prompt, with which sampling begins."""
     notes: tuple[tuple[str, str], ...] = ()
     """(kind, text): what the user should know about how the template renders this chat."""
 
@@ -122,9 +123,8 @@ def _turn_tokens(
     possible = [token for token in added if not any(token in tag for tag in tags)]
 
     def text(*chat: Message) -> str:
-        inputs = _TOOLS if _CALLS in chat else NO_INPUTS
-        messages = in_form(tokenizer, chat, False, inputs) if template else ()
-        return _tried(tokenizer, messages, False, inputs) or ""
+        renderer = _Renderer(tokenizer, _TOOLS if _CALLS in chat else NO_INPUTS)
+        return template and renderer.tried(renderer.in_form(chat, False), False) or ""
 
     def within(text: str) -> set[str]:
         return {token for token in possible if token in text}
@@ -138,8 +138,7 @@ def _turn_tokens(
     answers = within(hears[at:]) - within(calls[calls.find(_WORD) : at])
     found |= {token for token in answers if added[token]}
     # Some vocabularies have runs of spaces, or words, as added tokens.
-    names = (x for x in found if len(x) > 1 and any(map(str.isalpha, x)))
-    return frozenset(x for x in names if not x.strip().isalnum())
+    return frozenset(x for x in found if any(map(str.isalpha, x)) and not x.strip().isalnum())
 
 
 def holds_turns(tokenizer: Any, text: str) -> bool:
@@ -147,12 +146,10 @@ def holds_turns(tokenizer: Any, text: str) -> bool:
     token of the turns, or with the text of a system message where the template writes nothing
     before that, and holds what the template writes between question and answer."""
     text, tokens = text.lstrip(), turn_tokens(tokenizer)
-    if not has_template(tokenizer):
-        return False
     starts, asks, border = _turn_shape(tokenizer, str(tokenizer.chat_template), tokens)
     start = next(filter(text.startswith, starts), None)
     rest = text.partition(asks)[2] if start is None and asks else text.removeprefix(start or "")
-    return bool(start or rest != text) and border in "".join(rest.split())
+    return rest != text and border in "".join(rest.split())
 
 
 @lru_cache(16)
@@ -163,7 +160,7 @@ def _turn_shape(
     message has nothing but BOS before it, else ""; and, without spaces, what stands between a
     question and its answer."""
     chats = (_ASKS,), (_RULES, _ASKS)
-    asks, rules = (_tried(tokenizer, chat, True, NO_INPUTS) or "" for chat in chats)
+    asks, rules = (_Renderer(tokenizer, NO_INPUTS).tried(chat, True) or "" for chat in chats)
     heads = asks.partition(_WORD)[0], rules.partition(_WORD)[0]
     starts = [token for token in tokens if any(token in head for head in heads)]
     starts += [head.strip() for head in heads if any(token in head for token in starts)]
@@ -176,22 +173,104 @@ def _turn_shape(
     return (tuple(starts) if border else ()), asks if bare and rules else "", border
 
 
-def _formed(
-    tokenizer: Any, messages: Sequence[Message], generation: bool, inputs: TemplateInputs
-) -> tuple[list[Message], TemplateInputs]:
-    if not has_template(tokenizer):
-        return list(messages), inputs  # refused where they are rendered
-    tokens = turn_tokens(tokenizer)
-    tools, arguments = (
-        mark_tokens(inputs.tools, tokens),
-        mark_tokens(inputs.arguments, tokens),
-    )
-    formed: list[Message] = mark_tokens(in_form(tokenizer, messages, generation, inputs), tokens)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    normalizer = getattr(backend, "normalizer", None)
-    normal = None if normalizer is None else normalizer.normalize_str
-    formed = [with_marked_ends(message, tokens, normal) for message in formed]
-    return formed, TemplateInputs(tuple(tools), arguments)
+@dataclass(frozen=True)
+class _Renderer:
+    """A tokenizer's chat template with what it reads beside messages."""
+
+    tokenizer: Any
+    inputs: TemplateInputs
+
+    def marked(
+        self, messages: Sequence[Message], generation: bool
+    ) -> tuple[_Renderer, list[Message]]:
+        """Marks the texts of a chat, which spell no tokens: returns its renderer and messages."""
+        if not has_template(self.tokenizer):
+            return self, list(messages)  # refused where they are rendered
+        tokens = turn_tokens(self.tokenizer)
+        formed: list[Message] = mark_tokens(self.in_form(messages, generation), tokens)
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        normalizer = getattr(backend, "normalizer", None)
+        normal = None if normalizer is None else normalizer.normalize_str
+        tools = tuple(mark_tokens(self.inputs.tools, tokens))
+        inputs = TemplateInputs(tools, mark_tokens(self.inputs.arguments, tokens))
+        formed = [with_marked_ends(message, tokens, normal) for message in formed]
+        return _Renderer(self.tokenizer, inputs), formed
+
+    def in_form(self, messages: Sequence[Message], generation: bool) -> list[Message]:
+        """Returns the messages with the arguments of tool calls as the template takes them.
+
+        Data write them as an object or as its text. Templates take objects, but some join texts,
+        and some take both. The object is what templates document; the text is for those that refuse
+        the object or print it as Python does. Where both give one text, the row's own form stays,
+        which keeps its spelling (`1.50`).
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return list(messages)
+
+        def filled(arguments: Any) -> Any:
+            return {} if arguments is None or not str(arguments).strip() else arguments
+
+        plain = [_with_arguments(message, filled) for message in messages]
+        objects = [_with_arguments(message, _as_object) for message in plain]
+        texts = [_with_arguments(message, _as_text) for message in objects]
+        by_object, written = self.tried(objects, generation), list[Any]()
+        for message in objects:
+            _with_arguments(message, written.append)
+        # what Python prints of an object is not JSON
+        printed = [str(x) for x in written if isinstance(x, dict | list) and str(x) != _as_text(x)]
+        refused = by_object is None or any(form in by_object for form in printed)
+        if not refused and plain == objects:
+            return objects  # spares a rendering
+        by_text = self.tried(texts, generation)
+        if refused and by_text is not None:
+            return [_with_arguments(message, _as_text) for message in plain]
+        return plain if by_object is not None and by_object == by_text else objects
+
+    def render(self, messages: Sequence[Message], generation: bool) -> tuple[str, list[Span]]:
+        """Returns the template's text of messages, and the parts of it that the template marks."""
+        if self.tokenizer is None:
+            raise UserError(
+                "chat messages cannot be read: the model folder has no tokenizer; give token ids"
+            )
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                "chat messages need a tokenizer with a chat template, this has none; give text"
+                " prompts"
+            )
+        if not messages:
+            raise UserError("the chat has no messages")
+        blocks, marks = list[str](), list[Span]()
+        day = getattr(self.tokenizer, "chat_date", None) or today()
+        try:
+            tools = list(self.inputs.tools) or None
+            template = program(self.tokenizer.get_chat_template(tools=tools))
+            with (
+                waiting("the chat template, which renders one chat"),
+                template.environment.activate_tracker(blocks, marks),
+            ):
+                for block in template.generate(
+                    **{
+                        **self.tokenizer.special_tokens_map,
+                        "documents": None,
+                        **self.inputs.arguments,
+                        "messages": list(map(_as_templates_read, messages)),
+                        "tools": tools,
+                        "add_generation_prompt": generation,
+                        "strftime_now": datetime.fromisoformat(day).strftime,  # at midnight
+                    }
+                ):
+                    blocks.append(block)
+        except Exception as error:  # a template is a program that comes with the model
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            why = remove_marks(" ".join(str(error).split())[:300]) or type(error).__name__
+            raise Unrendered(f"the chat template refuses messages of {roles}: {why}") from error
+        return "".join(blocks), marks
+
+    def tried(self, messages: Sequence[Message], generation: bool) -> str | None:
+        try:
+            return self.render(messages, generation)[0]
+        except UserError:
+            return None
 
 
 def render_text(
@@ -213,8 +292,8 @@ def render_text(
     Raises:
         UserError: no template, or one that refuses the messages.
     """
-    messages, inputs = _formed(tokenizer, messages, generation, inputs)
-    return _rendered(tokenizer, messages, generation, inputs)[0]
+    renderer, messages = _Renderer(tokenizer, inputs).marked(messages, generation)
+    return renderer.render(messages, generation)[0]
 
 
 def split_chat(
@@ -244,9 +323,9 @@ def split_chat(
             text in which the turns cannot be told apart.
         Unrendered: a template that refuses the chat, or leaves out messages after the prompt.
     """
-    messages, inputs = _formed(tokenizer, messages, False, inputs)
-    text, marks = _rendered(tokenizer, messages, False, inputs)
-    chat = _Chat(tokenizer, messages, inputs, text, tuple(ends))
+    renderer, messages = _Renderer(tokenizer, inputs).marked(messages, False)
+    text, marks = renderer.render(messages, False)
+    chat = _Chat(renderer, messages, text, tuple(ends))
     notes: list[tuple[str, str]] = []
     for number, one in enumerate(messages[:-1]):
         if one["role"] != "assistant" and not _shows_content(chat, number):
@@ -278,7 +357,6 @@ def split_chat(
     return Split(
         text[:begins],
         tuple(_joined(pieces[1:])),
-        chat.generation_prompt == text[:begins],
         tuple((kind, remove_marks(note)) for kind, note in notes),
     )
 
@@ -297,26 +375,17 @@ class _Chat:
     """A rendered chat, and where its turns begin and end in the text."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        messages: Sequence[Message],
-        inputs: TemplateInputs,
-        text: str,
-        ends: tuple[str, ...],
+        self, renderer: _Renderer, messages: Sequence[Message], text: str, ends: tuple[str, ...]
     ):
-        self.tokenizer, self.messages, self.inputs = tokenizer, messages, inputs
-        self.text, self.ends = text, ends
+        self.renderer, self.messages, self.text, self.ends = renderer, messages, text, ends
         self.notes: list[tuple[str, str]] = []
         self._words = cache(self._find_words)
-        added = tokenizer.added_tokens_decoder.values()
+        added = renderer.tokenizer.added_tokens_decoder.values()
         self.added = sorted({token.content for token in added}, key=len, reverse=True)
-        self.generation_prompt: str | None = None  # of the first learned turn, if there is one
 
     def start(self, at: int) -> int:
         """Finds where in the text that begins which the assistant writes in its message `at`."""
-        prompt = self._tried(self.messages[:at], True)
-        if self.generation_prompt is None:
-            self.generation_prompt = prompt
+        prompt = self.renderer.tried(self.messages[:at], True)
         if prompt is not None and self.text.startswith(prompt):
             return len(prompt)
         words = self._words(at)
@@ -329,7 +398,7 @@ class _Chat:
         low = heard[1] if heard[1] <= words[0] else 0
         if prompt is None:
             return self._headless(at, low, words[0])
-        before = self._tried(self.messages[:at], False) or ""
+        before = self.renderer.tried(self.messages[:at], False) or ""
         tail = prompt[_same_start(prompt, before) :]
         begins, unwritten = self._behind(at, prompt, tail, low, words[0])
         if not opened_thoughts(prompt):  # what opens the turn's thoughts is its own
@@ -397,7 +466,7 @@ class _Chat:
                 silent = {**message, "content": ""}
                 text = self._with(at, silent) or ""
                 chat = [*self.messages[:at], silent, *self.messages[at + 1 :]]
-                calls = _Chat(self.tokenizer, chat, self.inputs, text, self.ends)
+                calls = _Chat(self.renderer, chat, text, self.ends)
                 stop = _run_end(self.added, self.text, says[1], self.ends) or limit
                 ended = stop <= limit and self.text[:stop].endswith(self.ends)
                 behind = says[0], stop if ended else says[1]
@@ -417,7 +486,7 @@ class _Chat:
         """Finds the index in the text at which message `at` ends, including the token that ends the
         turn where the template has one; the next turn of the assistant begins at `limit`."""
         text = self.text
-        alone = self._tried(self.messages[: at + 1], False)
+        alone = self.renderer.tried(self.messages[: at + 1], False)
         for here, there in self._same_places(at, alone):
             # The chat that ends here has the same text up to the token that ends it, which may be
             # another one (`<|return|>` in place of `<|end|>`), or be followed by one.
@@ -439,10 +508,6 @@ class _Chat:
                 return end
             if not self.messages[at].get("tool_calls"):
                 return content
-        turn = text[start:limit]
-        found = [start + turn.index(end) + len(end) for end in self.ends if end in turn]
-        if found:
-            return min(found)
         raise UserError(f"message {at}: {_NO_BORDERS}")
 
     def _same_places(self, at: int, alone: str | None) -> Iterator[tuple[int, int]]:
@@ -452,7 +517,7 @@ class _Chat:
         if alone is None:
             return
         yield 0, 0
-        chat = _Chat(self.tokenizer, self.messages[: at + 1], self.inputs, alone, self.ends)
+        chat = _Chat(self.renderer, self.messages[: at + 1], alone, self.ends)
         if (ours := self._words(at)) and (theirs := chat._words(at)):
             yield ours[1], theirs[1]
 
@@ -510,10 +575,7 @@ class _Chat:
         return []
 
     def _with(self, at: int, message: Message) -> str | None:
-        return self._tried([*self.messages[:at], message, *self.messages[at + 1 :]], False)
-
-    def _tried(self, messages: Sequence[Message], generation: bool) -> str | None:
-        return _tried(self.tokenizer, messages, generation, self.inputs)
+        return self.renderer.tried([*self.messages[:at], message, *self.messages[at + 1 :]], False)
 
 
 def _same_start(*texts: str) -> int:
@@ -542,9 +604,6 @@ def _run_end(added: Sequence[str], text: str, at: int, ends: Sequence[str]) -> i
         first = first or at
         if token in ends:
             return at
-
-
-Span = tuple[int, int]
 
 
 def _marked(marks: Sequence[Span], start: int, end: int, chat: _Chat) -> list[Span]:
@@ -661,42 +720,6 @@ def _names_read(template: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(program(template).environment.parse(template)))
 
 
-def in_form(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    generation: bool,
-    inputs: TemplateInputs = NO_INPUTS,
-) -> list[Message]:
-    """Returns the messages with the arguments of tool calls as the template takes them.
-
-    Data write them as an object or as its text. Templates take objects, but some join texts, and
-    some take both. The object is what templates document; the text is for those that refuse the
-    object or print it as Python does. Where both give one text, the row's own form stays, which
-    keeps its spelling (`1.50`).
-    """
-    if not any(message.get("tool_calls") for message in messages):
-        return list(messages)
-
-    def filled(arguments: Any) -> Any:
-        return {} if arguments is None or not str(arguments).strip() else arguments
-
-    plain = [_with_arguments(message, filled) for message in messages]
-    objects = [_with_arguments(message, _as_object) for message in plain]
-    texts = [_with_arguments(message, _as_text) for message in objects]
-    by_object, written = _tried(tokenizer, objects, generation, inputs), list[Any]()
-    for message in objects:
-        _with_arguments(message, written.append)
-    # what Python prints of an object is not JSON
-    printed = [str(x) for x in written if isinstance(x, dict | list) and str(x) != _as_text(x)]
-    refused = by_object is None or any(form in by_object for form in printed)
-    if not refused and plain == objects:
-        return objects  # spares a rendering
-    by_text = _tried(tokenizer, texts, generation, inputs)
-    if refused and by_text is not None:
-        return [_with_arguments(message, _as_text) for message in plain]
-    return plain if by_object is not None and by_object == by_text else objects
-
-
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
     calls = message.get("tool_calls")
     return message if not calls else {**message, "tool_calls": [_call(c, change) for c in calls]}
@@ -721,62 +744,6 @@ def _as_object(arguments: Any) -> Any:
 def _as_text(arguments: Any) -> str:
     given = isinstance(arguments, str)
     return arguments if given else json.dumps(arguments, ensure_ascii=False, default=str)
-
-
-def _rendered(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    generation: bool,
-    inputs: TemplateInputs,
-) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Renders the template's text of messages, and returns it with the parts of it that the
-    template marks."""
-    if tokenizer is None:
-        raise UserError(
-            "chat messages cannot be read: the model folder has no tokenizer; give token ids"
-        )
-    if not tokenizer.chat_template:
-        raise UserError(
-            "chat messages need a tokenizer with a chat template, this has none; give text prompts"
-        )
-    if not messages:
-        raise UserError("the chat has no messages")
-    blocks: list[str] = []
-    marks: list[tuple[int, int]] = []
-    day = getattr(tokenizer, "chat_date", None) or today()
-    try:
-        tools = list(inputs.tools) or None
-        template = program(tokenizer.get_chat_template(tools=tools))
-        with (
-            waiting("the chat template, which renders one chat"),
-            template.environment.activate_tracker(blocks, marks),
-        ):
-            for block in template.generate(
-                **{
-                    **tokenizer.special_tokens_map,
-                    "documents": None,
-                    **inputs.arguments,
-                    "messages": list(map(_as_templates_read, messages)),
-                    "tools": tools,
-                    "add_generation_prompt": generation,
-                    "strftime_now": datetime.fromisoformat(day).strftime,  # at midnight
-                }
-            ):
-                blocks.append(block)
-    except Exception as error:  # a template is a program that comes with the model
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        why = remove_marks(" ".join(str(error).split())[:300]) or type(error).__name__
-        raise Unrendered(f"the chat template refuses messages of {roles}: {why}") from error
-    return "".join(blocks), tuple(marks)
-
-
-def _tried(
-    tokenizer: Any, messages: Sequence[Message], generation: bool, inputs: TemplateInputs
-) -> str | None:
-    try:
-        return _rendered(tokenizer, messages, generation, inputs)[0]
-    except UserError:
-        return None
 
 
 def _as_templates_read(message: Message) -> JsonObject:

@@ -24,6 +24,7 @@ from jaxrl.data.example import Example, JsonObject, Part
 from jaxrl.data.rows import KEYS, Keys, as_json, kind, names_in, parse_row_json, to_example
 from jaxrl.errors import UserError
 from jaxrl.formats.opened import has_changed
+from jaxrl.process.waiting import count_rows
 
 BOM = b"\xef\xbb\xbf"
 
@@ -39,7 +40,7 @@ class JsonlFile(Part):
         names: dict[str, None] = {}
         digest = hashlib.sha256()
         with _found(path, label), open(self.name, "rb") as file:
-            for line, raw in enumerate(file, start=1):
+            for line, raw in enumerate(count_rows(file, self.name), start=1):
                 digest.update(raw)
                 if raw.removeprefix(BOM).strip():
                     row = self._parse(raw, line)
@@ -118,7 +119,7 @@ class RowList(Part):
         """
         self.name, self._keys, self._label, self._lines = name, keys, label, lines
         self._rows: list[JsonObject] = []
-        for index, row in enumerate(rows):
+        for index, row in enumerate(count_rows(rows, name)):
             place = f"{label}: {self.where(index)}"
             if not isinstance(row, Mapping):
                 raise UserError(f"{place}: a JSON object is needed, this is {kind(row)}")

@@ -195,30 +195,33 @@ class PromptEncoder:
         own = example.inputs or NO_INPUTS
         return replace(own, arguments={**self.arguments, **own.arguments})
 
-    def fit(self, example: Example, may_cut: bool = True) -> Fit:
+    def fit(self, example: Example, may_cut: bool = True, length: int | None = None) -> Fit:
         """Returns whether the prompt is short enough, as it is or cut.
 
         Args:
             may_cut: False where a shortened prompt would ask for something else (puzzles).
+            length: the prompt's, where it is known.
         """
-        cut = not self._fits(example)
+        cut = not self._fits(example, length)
         if cut:
             last = len(_longest_text(example).rstrip()) - 1
             allowed = may_cut and self.long_prompts == "cut" and last > 0
             if not allowed or not self._fits(_without(example, last)):
                 return "too long"
         if self.teacher is not None:
-            theirs = self._teacher_tokens(self._cut(example) if cut else example)
+            theirs = self._teacher_tokens(self.cut(example) if cut else example)
             if len(theirs) > self.teacher.max_tokens:
                 return "too long"
         return "cut" if cut else "whole"
 
     def length(self, example: Example) -> int:
         """Returns the tokens of the student's prompt, whatever the limits."""
-        return len(
-            tokenizers.encode_prompt(
-                self.tokenizer, self.prompt_of(example), self.inputs_of(example)
-            )
+        return len(self.prompt_tokens(example))
+
+    def prompt_tokens(self, example: Example) -> tuple[int, ...]:
+        """Returns the student's prompt to sample from, whatever the limits."""
+        return tokenizers.encode_prompt(
+            self.tokenizer, self.prompt_of(example), self.inputs_of(example)
         )
 
     def encode(self, example: Example, prompt_id: int, may_cut: bool = True) -> Prompt | None:
@@ -245,7 +248,7 @@ class PromptEncoder:
                     f" continues, more than max_prompt_tokens={self.max_prompt_tokens}: another row"
                     " is learned in its place",
                 )
-            return self.encode(self._cut(example), prompt_id) if fit == "cut" else None
+            return self.encode(self.cut(example), prompt_id) if fit == "cut" else None
         theirs = self._for_teacher(example, tokens, found)
         if theirs is None:
             return None
@@ -369,10 +372,11 @@ class PromptEncoder:
         assert self.teacher is not None
         return self.prompt_of(self.teacher.of(example), self.teacher.tokenizer)
 
-    def _fits(self, example: Example) -> bool:
+    def _fits(self, example: Example, length: int | None = None) -> bool:
         """Returns whether the prompt to sample from is short enough and, where that is close, the
         prompt of the data's completion, which a chat template may write otherwise."""
-        spare, prompt = self.max_prompt_tokens - self.length(example), self.prompt_of(example)
+        tokens, prompt = self.length(example) if length is None else length, self.prompt_of(example)
+        spare = self.max_prompt_tokens - tokens
         if not 0 <= spare < _LONGER or isinstance(prompt, str) or not self._learns(example):
             return spare >= 0
         return len(self._encoded(example, prompt).prompt) <= self.max_prompt_tokens
@@ -418,8 +422,9 @@ class PromptEncoder:
                     self.noted.setdefault("thoughts of texts", f"{lost} learned without it")
         return str(example.completion)
 
-    def _cut(self, example: Example) -> Example:
-        """Returns the example without the fewest characters that must go."""
+    def cut(self, example: Example) -> Example:
+        """Returns an example that is too long (`fit`) without the fewest characters that must
+        go."""
         last = len(_longest_text(example).rstrip()) - 1
         start = bisect_left(
             range(last), True, lo=1, key=lambda start: self._fits(_without(example, start))
@@ -440,11 +445,10 @@ class PromptEncoder:
                 heard.append(turn)
                 continue
             between = self._encode_turns.after(heard, eos=tokens[-1], chat=True, inputs=inputs)
-            said = "\n".join(message["content"] for message in heard)
             written = tokenizers.encode_completion(
                 self.tokenizer, _user("?"), (turn,), eos_ids, inputs
             )
-            parts.append(Turn("environment", len(between), said))
+            parts.append(tokenizers.heard_turn(heard, len(between)))
             parts += written.turns
             tokens, heard = (*tokens, *between, *written.completion), []
         return replace(found, completion=tokens, turns=tuple(parts))

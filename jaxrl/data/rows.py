@@ -492,10 +492,7 @@ def _arguments(row: Mapping[str, object], keys: Keys, where: str) -> Mapping[str
 
 
 def _field(
-    row: Mapping[str, object],
-    name: str | None,
-    where: str,
-    way: str = "messages are read too",
+    row: Mapping[str, object], name: str | None, where: str, way: str = "messages are read too"
 ) -> str | None:
     value = find_value(row, name)
     if value is not None and not isinstance(value, str):

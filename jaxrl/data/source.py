@@ -7,12 +7,14 @@ import bisect
 import errno
 import glob
 import hashlib
+import inspect
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import accumulate
 from pathlib import Path, PurePath, PurePosixPath
 from types import MappingProxyType
@@ -22,6 +24,7 @@ import yaml
 
 from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.data import tables
+from jaxrl.data.endless import EndlessRows, RowsInOrder, call_rows, file_rows, read_ahead
 from jaxrl.data.example import Example, JsonObject, Part, Split
 from jaxrl.data.jsonl import JsonlFile, RowList, open_csv, open_json
 from jaxrl.data.rows import KEYS, OPTIONAL, Keys, check_column_names, kind, listed
@@ -49,11 +52,7 @@ _WORD = (
 """A word in the name of a file or a folder that says which split is in it, as `datasets` has it."""
 _OF_SHARDS = r"-\d{5}-of-\d{5}[^/]*"
 SPLIT_RULES = (
-    (
-        rf"(.*/)?(?P<shard>[^/]*{_WORD}[^/]*?){_OF_SHARDS}",
-        "train_sft-00000-of-00002",
-        "train_sft",
-    ),
+    (rf"(.*/)?(?P<shard>[^/]*{_WORD}[^/]*?){_OF_SHARDS}", "train_sft-00000-of-00002", "train_sft"),
     (r".+/(?!data/)(?P<folder>[^/]+)/\d{4,5}", "main/train_sft/0000", "train_sft"),
     (rf".*(?P<words>{_WORD}).*", "sums-testing/part-00000-of-00001", "test"),
     (rf"(.*/)?(?P<shard>[^/]+?){_OF_SHARDS}", "data/part-00000-of-00002", "part"),
@@ -92,10 +91,14 @@ class Source(Part):
 
     def locate(self, index: int) -> tuple[Part, int]:
         """Finds the part that holds row `index`, and the row's number there."""
+        number = self.part_number(index)
+        return self.parts[number], index - (self._ends[number - 1] if number else 0)
+
+    def part_number(self, index: int) -> int:
+        """Finds the place in `parts` of the part that holds row `index`."""
         if not 0 <= index < self._ends[-1]:
             raise IndexError(f"{self.name}: row {index} of {len(self)}")
-        number = bisect.bisect_right(self._ends, index)
-        return self.parts[number], index - (self._ends[number - 1] if number else 0)
+        return bisect.bisect_right(self._ends, index)
 
     def where(self, index: int) -> str:
         part, row = self.locate(index)
@@ -152,25 +155,33 @@ def source_of(
 ) -> Source:
     """Makes a source of the rows of a Python program, as `listed_rows` takes them: they mean what
     they would in a file. Error messages name `label` and `name`, or else the type of the rows."""
-    name, rows = name or type(rows).__name__, listed_rows(rows, label)
+    name, rows = name or type(rows).__name__, listed_rows(rows, label, name)
+    if isinstance(rows, RowsInOrder):
+        return Source([EndlessRows(rows, keys, label)], name)
     if isinstance(rows, list):
         return Source([RowList(name, rows, keys, label)])
     return Source([tables.TablePart(name, lambda: tables.TableReader(rows), keys, label)])
 
 
-def listed_rows(rows: Rows, label: str) -> Rows:
+def listed_rows(rows: Rows, label: str, name: str | None = None) -> Rows:
     """Returns the rows of a Python program in a form that can be read again: a table as it is, all
-    others as a list of what should be mappings of field names to values.
+    others as a list of what should be mappings of field names to values, or, of more than can be
+    listed, as `RowsInOrder`.
 
     Args:
         rows: a `datasets.Dataset` (its transform, if it has one, is applied once), a
-            `pyarrow.Table`, a `DataFrame` of pandas or polars, or any sequence or iterable, such as
-            a list or a generator, which is read to its end.
+            `pyarrow.Table`, a `DataFrame` of pandas or polars, any sequence or iterable, such as a
+            list or a generator, or a function that returns one of these (`data.endless`).
+        name: of the rows, for messages.
 
     Raises:
         UserError: these are no rows.
     """
-    hint = ""
+    hint, named = "", f"{label}: {name}" if name else label
+    if isinstance(rows, RowsInOrder):
+        return rows
+    if inspect.isroutine(rows) or isinstance(rows, partial):
+        return listed_rows(call_rows(rows, named), label, name)
     if isinstance(rows, Mapping):
         hint = f": take one of {listed(map(str, rows))}"
         if all(isinstance(one, list) for one in rows.values()):
@@ -189,14 +200,22 @@ def listed_rows(rows: Rows, label: str) -> Rows:
         return rows.to_dict("records")
     elif isinstance(rows, str | bytes):
         pass
-    elif hasattr(rows, "__iter__"):
+    elif hasattr(rows, "__len__") and hasattr(rows, "__iter__"):
         return list(rows)
+    elif hasattr(rows, "__iter__"):
+        return read_ahead(rows, named)
     elif hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
         return [rows[index] for index in range(len(rows))]
     raise UserError(
         f"{label}: a list or another iterable of rows, a datasets.Dataset, a pyarrow.Table or a"
         f" pandas DataFrame is needed, this is {kind(rows)}{hint}"
     )
+
+
+def is_code(spec: str) -> bool:
+    """Returns whether a source is `path/to/file.py:NAME`."""
+    place, _, name = spec.rpartition(":")
+    return place.endswith(".py") and name.isidentifier()
 
 
 def is_missing(spec: str) -> bool:
@@ -220,9 +239,13 @@ class _Opener:
 
     def part(self, spec: str) -> Part:
         label, on_hub = self.label, data_name(spec)
+        if is_code(spec):
+            with about(label):
+                rows = file_rows(spec)
+            return self.rows(spec, rows)
         if spec.startswith(PYTHON):
             if spec in self.given:
-                return source_of(self.given[spec], self.keys, label, spec)
+                return self.rows(spec, self.given[spec])
             raise UserError(
                 f"{label}: {spec} are rows of a Python program: give them from there, as"
                 f" {spec.removeprefix(PYTHON).partition('.')[0]}=rows, or name a file with"
@@ -269,6 +292,11 @@ class _Opener:
             " data set on the hub (hf:ORG/NAME:CONFIG:SPLIT), nor a task of"
             f" {', '.join(TASKS)}{hint}"
         )
+
+    def rows(self, spec: str, rows: Rows) -> Part:
+        source = source_of(rows, self.keys, self.label, spec)
+        first = source.parts[0]
+        return first if isinstance(first, EndlessRows) else source
 
     def file(self, path: Path) -> Part:
         name = str(path)

@@ -7,6 +7,7 @@ cursor to keep beyond the number of the batch.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,13 +18,16 @@ from math import lcm
 
 import numpy as np
 
+from jaxrl.data.endless import EndlessRows
 from jaxrl.data.example import Example, Part, fields_of
+from jaxrl.data.lengths import SAMPLE_ROWS, SAMPLE_S, Lengths, short_names
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import listed
-from jaxrl.data.source import Source
+from jaxrl.data.source import SUFFIXES, Source
 from jaxrl.data.thoughts import CLOSES
 from jaxrl.data.tokenizer import encode_text
 from jaxrl.errors import UserError, about, counted
+from jaxrl.process.waiting import count_rows
 from jaxrl.types import Prompt
 
 NEEDS_COMPLETIONS = (
@@ -36,6 +40,8 @@ TEMPLATE_BYTES = 100
 REFILL_OFFSET = 1 << 20
 """Batch index + k REFILL_OFFSET has the prompts that dynamic sampling samples for that batch in its
 k-th refill."""
+RowNumbers = np.ndarray | range
+"""Numbers of usable rows; a range where they have no known end."""
 _TEXT_KEYS = {"role", "content"}
 _TRIES = 100
 """Rows in a row of a procedural task that may be too long before this is an error."""
@@ -69,7 +75,7 @@ class PromptStream:
                 exact in every block of at most 1000 prompts, and its epochs are its own. None: the
                 rows of all parts together, each once in an epoch.
         """
-        self._source, self._encoder = source, encoder
+        self._source, self.encoder = source, encoder
         self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
         self.notify: Callable[[str], None] | None = None
         """Gets what is noted of rows from now on."""
@@ -82,33 +88,53 @@ class PromptStream:
         self._weights = None if weights is None else tuple(weights)
         self.cut = 0
         """Rows of files whose prompt is longer than `max_prompt_tokens`, and cut."""
-        parts, start = [], 0
+        self._lengths: list[np.ndarray] = []
+        """Tokens of the prompts of each file's rows; empty for a procedural task."""
+        parts: list[RowNumbers] = []
+        start = 0
         # A row that cannot be encoded is refused here, not when its turn comes after hours: of rows
         # with the same fields the first one, which says what the chat template makes of these; and
         # every row where the tokenizer has tokens without a row in the embedding.
         checked: set[frozenset[tuple[object, ...]]] = set()
         for part in source.parts:
+            if isinstance(part, EndlessRows):  # in their order; the first stands for all
+                self._lengths.append(np.zeros(0, np.int32))
+                parts.append(range(start, start + len(part)))
+                start += len(part)
+                continue
             usable = np.ones(len(part), bool)
-            for row in () if part.procedural else range(len(part)):
-                with _placed(part, row, LABEL, encoder):
+            lengths = np.zeros(0 if part.procedural else len(part), np.int32)
+            for row in count_rows(range(len(lengths)), part.name):
+                with placed(part, row, LABEL, encoder):
                     example = part[row]
-                    fit = encoder.fit(example)
+                    lengths[row] = encoder.length(example)
+                    fit = encoder.fit(example, length=int(lengths[row]))
                     fields = fields_of(example)
                     if fit != "too long" and (encoder.lacks_rows or fields not in checked):
                         checked.add(fields)
                         encoder.encode(example, row)
                 usable[row] = fit != "too long"
                 self.cut += fit == "cut"
+            self._lengths.append(lengths)
             parts.append(start + np.flatnonzero(usable))
             start += len(part)
-        self._rows = np.concatenate(parts)
-        self.epoch_prompts = len(self._rows)
-        self.dropped = len(source) - len(self._rows)
+        self._rows = np.concatenate([x[:1] if isinstance(x, range) else x for x in parts])
+        self._usable = [len(rows) for rows in parts]
+        self.epoch_prompts = sum(self._usable)
+        self.dropped = len(source) - self.epoch_prompts
         """Rows of files that are left out: their prompt is longer than `max_prompt_tokens`, or
         that of the teacher too long."""
         if not len(self._rows):
             raise self._all_too_long(source)
-        self._row_at = order_in_passes(self._rows, (seed,), shuffle)
+        self.endless = any(isinstance(part, EndlessRows) for part in source.parts)
+        """Whether rows of a part are taken in their order, and their number is not known."""
+        if self.endless and self._weights is None and len(parts) > 1:
+            raise UserError(
+                f"{LABEL}: of several sources one has no end that is known: set data.weights, the"
+                " share of each"
+            )
+        together = parts[0] if self.endless else self._rows
+        self._row_at = order_in_passes(together, (seed,), shuffle)
         if self._weights is not None:
             if len(self._weights) != len(parts):
                 raise UserError(
@@ -129,7 +155,7 @@ class PromptStream:
         wherever they lie, the settings of order and encoding, the template, and which rows are
         usable. Two streams with the same fingerprint have the same batches, given the same
         tokenizer."""
-        encoder = self._encoder
+        encoder = self.encoder
         settings: tuple[object, ...] = (
             [part.digest() for part in self._source.parts],
             (self._batch_size, self._seed, self._shuffle, self._weights),
@@ -181,7 +207,7 @@ class PromptStream:
                 if row not in seen:
                     seen.add(row)
                     yield index, self._prompt(position)
-            if len(seen) == len(self._rows):
+            if len(seen) == self.epoch_prompts:
                 return
 
     @property
@@ -218,10 +244,10 @@ class PromptStream:
         The text alone decides where it is far from the limit, in bytes (a token has at least one)
         or in tokens: rendering each row with its prompt would take several times as long.
         """
-        limit = self._encoder.max_new_tokens
-        encoder = replace(self._encoder, max_new_tokens=limit + 1)
+        limit = self.encoder.max_new_tokens
+        encoder = replace(self.encoder, max_new_tokens=limit + 1)
         count = 0
-        for number in self._rows:
+        for number in count_rows(self._rows, f"{LABEL} whose completions are measured"):
             part, row = self._source.locate(int(number))
             example = None if part.procedural else part[row]
             if example is None or example.completion is None:
@@ -237,10 +263,62 @@ class PromptStream:
                 if not limit - around < tokens <= limit + around:
                     count += tokens > limit
                     continue
-            with _placed(part, row, LABEL, encoder):
+            with placed(part, row, LABEL, encoder):
                 prompt = encoder.encode(example, row)
             count += prompt is not None and len(prompt.completion or ()) > limit
         return count
+
+    def measure_lengths(self, prompts: int, completions: bool) -> list[Lengths]:
+        """Measures each source: the prompts of files all, as they are tokenised anyhow; those of
+        tasks, and completions, of a sample: the first rows in the run's order, `SAMPLE_ROWS` of a
+        source or as many as `SAMPLE_S` seconds allow.
+
+        Args:
+            prompts: that the run trains on: no row after them is in the sample.
+            completions: measures the data's completions too.
+        """
+        encoder = replace(self.encoder, max_new_tokens=np.iinfo(np.int32).max)
+        parts, end = self._source.parts, time.monotonic() + SAMPLE_S
+        sampled = [list[tuple[int, int]]() for _ in parts]
+        seen = set[int]()
+        for position in range(min(prompts, SAMPLE_ROWS * len(parts))):
+            part, row = self._source.locate(index := self._row_at(position))
+            lengths = sampled[self._source.part_number(index)]
+            wanted = completions or part.procedural
+            if index in seen or not wanted or len(lengths) == SAMPLE_ROWS:
+                continue
+            if time.monotonic() > end:
+                break
+            seen.add(index)
+            with placed(part, row, LABEL, encoder):
+                example = part[row]
+                length = encoder.length(example) if part.procedural else 0
+                prompt = encoder.encode(example, position) if completions else None
+            learned = () if prompt is None else prompt.completion or ()
+            lengths.append((length, len(learned)))
+        found, drops = list[Lengths](), self.encoder.long_prompts == "drop"
+        for number, part in enumerate(parts):
+            name, rows = f"{LABEL}: {part.name}", None if part.procedural else len(part)
+            of_sample = np.array(sampled[number], np.int32).reshape(-1, 2).T
+            asked = of_sample[0] if part.procedural else self._lengths[number]
+            if len(asked):
+                limit, left_out = self.encoder.max_prompt_tokens, part.procedural or drops
+                found.append(Lengths(name, "prompts", asked, limit, rows, left_out))
+            if completions and of_sample.size:
+                limit, rows = self.encoder.max_new_tokens, rows and self._usable[number]
+                found.append(Lengths(name, "completions", of_sample[1], limit, rows))
+        return found
+
+    def source_name(self, position: int) -> str:
+        """Returns the name, in metrics, of the source of the prompt with this id; "" where there is
+        one source alone."""
+        if len(self._source.parts) == 1:
+            return ""
+        return self._source_names[self._source.part_number(self._row_at(position))]
+
+    @cached_property
+    def _source_names(self) -> list[str]:
+        return short_names([part.name for part in self._source.parts], SUFFIXES)
 
     def examples(self) -> Iterator[tuple[str, Example]]:
         """Yields every row with its place, for checks before a run. For a procedural task, the
@@ -250,19 +328,27 @@ class PromptStream:
                 yield part.where(row), part[row]
 
     def _prompt(self, position: int) -> Prompt:
-        """Returns the prompt of the row at this position or, where that is too long, of the next
-        row of its part whose prompt is not."""
+        return self._found(position)[2]
+
+    def place(self, position: int) -> tuple[Part, int]:
+        """Finds the part and the number there of the row whose prompt is at a position of the
+        order: prompt n of batch b is at b * batch_size + n."""
+        return self._found(position)[:2]
+
+    def _found(self, position: int) -> tuple[Part, int, Prompt]:
+        """Returns the row at this position with its prompt or, where that is too long, the next row
+        of its part whose prompt is not."""
         part, row = self._source.locate(self._row_at(position))
         for step in range(min(_TRIES, len(part))):
             at = (row + step) % len(part)
             known = len(self.noted)
-            with _placed(part, at, LABEL, self._encoder):
-                prompt = self._encoder.encode(part[at], position, not part.procedural)
+            with placed(part, at, LABEL, self.encoder):
+                prompt = self.encoder.encode(part[at], position, not part.procedural)
             if self.notify is not None:
                 for note in list(self.noted.values())[known:]:
                     self.notify(note)
             if prompt is not None:
-                return prompt
+                return part, at, prompt
         raise UserError(
             f"{LABEL}: {_TRIES} prompts of {part.name} one after the other are longer than "
             f"{self._limit}; raise it, or make the task easier"
@@ -270,12 +356,12 @@ class PromptStream:
 
     def _all_too_long(self, rows: Source | Part) -> UserError:
         first = range(min(_MEASURED, len(rows)))
-        shortest = min(self._encoder.length(rows[row]) for row in first)
+        shortest = min(self.encoder.length(rows[row]) for row in first)
         of = "" if len(first) == len(rows) else f" of {len(first)}"
         words = f": the shortest{of} has {counted(shortest, 'token')}"
         return UserError(
             f"{LABEL}: all {len(rows)} prompts of {rows.name} are longer than {self._limit}; raise"
-            f" it{words if shortest > self._encoder.max_prompt_tokens else ''}"
+            f" it{words if shortest > self.encoder.max_prompt_tokens else ''}"
         )
 
 
@@ -291,6 +377,8 @@ class EvalSet:
     """As in `data.eval`; "" for the one set that has no name."""
     cut: int = 0
     """Prompts that were too long, and are cut."""
+    lengths: Lengths | None = None
+    """Of these prompts, and of those passed over as too long."""
 
 
 def eval_sets(
@@ -329,19 +417,23 @@ def eval_set(
     prompts: list[Prompt] = []
     seen: set[Sequence[int]] = set()
     dropped = cut = 0
+    lengths: list[int] = []
     longest = max(map(len, source.parts))
     for row, part in ((row, part) for row in range(longest) for part in source.parts):
         if row >= len(part):
             continue
-        with _placed(part, row, label, encoder):
+        with placed(part, row, label, encoder):
             example = part[row]
             prompt = encoder.encode(example, first_id + len(prompts), not part.procedural)
+            length = encoder.length(example)
+        if prompt is None or not part.procedural or prompt.tokens not in seen:
+            lengths.append(length)
         if prompt is None or (part.procedural and prompt.tokens in seen):
             dropped += 1
             continue
         prompts.append(prompt)
         seen.add(prompt.tokens)
-        cut += encoder.fit(example, not part.procedural) == "cut"
+        cut += length > encoder.max_prompt_tokens
         if len(prompts) == count:
             break
     if not prompts:
@@ -349,11 +441,13 @@ def eval_set(
             f"{label}: no prompt of {source.name} has at most max_prompt_tokens="
             f"{encoder.max_prompt_tokens} tokens; raise it"
         )
-    return EvalSet(tuple(prompts), dropped, name, cut)
+    limit, drops = encoder.max_prompt_tokens, encoder.long_prompts == "drop"
+    measured = Lengths(label, "prompts", np.array(lengths), limit, len(lengths), drops)
+    return EvalSet(tuple(prompts), dropped, name, cut, measured)
 
 
 @contextmanager
-def _placed(part: Part, row: int, label: str, encoder: PromptEncoder) -> Iterator[None]:
+def placed(part: Part, row: int, label: str, encoder: PromptEncoder) -> Iterator[None]:
     """Puts the place of a row before the message of what is wrong with it, and before what the
     encoder notes of it."""
     known = set(encoder.noted)
@@ -373,9 +467,11 @@ _BLOCKS, _SOURCES = 1, 2
 """First of the seeds' second words. Never 0: numpy takes trailing zeros of a seed for nothing."""
 
 
-def order_in_passes(rows: np.ndarray, seed: tuple[int, ...], shuffle: bool) -> Callable[[int], int]:
+def order_in_passes(rows: RowNumbers, seed: tuple[int, ...], shuffle: bool) -> Callable[[int], int]:
     """Makes a function from position to row: all rows once in each pass, each pass in an order of
-    its own."""
+    its own; rows without a known end as they follow each other."""
+    if isinstance(rows, range):
+        return rows.__getitem__
 
     @lru_cache(maxsize=2)
     def order(number: int) -> np.ndarray:
@@ -392,7 +488,7 @@ def order_in_passes(rows: np.ndarray, seed: tuple[int, ...], shuffle: bool) -> C
 
 
 def mix_sources(
-    rows: Sequence[np.ndarray], weights: Sequence[float], seed: int, shuffle: bool
+    rows: Sequence[RowNumbers], weights: Sequence[float], seed: int, shuffle: bool
 ) -> Callable[[int], int]:
     """Makes a function from position to row, of several sources in fixed shares, each with passes
     of its own.

@@ -17,18 +17,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from jaxrl.data import rows
 from jaxrl.data.example import Example, JsonObject, Part
-from jaxrl.data.rows import (
-    Keys,
-    as_json,
-    check_column_names,
-    column_of,
-    names_in,
-    no_prompt,
-    to_example,
-)
 from jaxrl.errors import UserError
 from jaxrl.formats.opened import OpenedFile
+from jaxrl.process.waiting import count_rows
 
 Table = Any
 """A `pyarrow.Table` or `RecordBatch`; Any, because pyarrow is an optional package."""
@@ -45,7 +38,7 @@ class TablePart(Part):
         self,
         name: str,
         open_reader: Callable[[], ParquetReader | TableReader],
-        keys: Keys,
+        keys: rows.Keys,
         label: str,
     ):
         self.name, self._keys, self._place = name, keys, f"{label}: {name}"
@@ -54,21 +47,20 @@ class TablePart(Part):
             self._opened = [OpenedFile(path, sha256_of) for path in self._reader.files]
             self._decode = row_decoder(self._reader.schema, self._reader.features)
         self._columns = columns = list(self._reader.schema.names)
-        check_column_names(columns, self._place)
-        if not any(column_of(name, columns) for name in (keys.prompt, keys.messages, keys.text)):
-            raise no_prompt(columns, keys, self._place, "the table")
+        rows.check_column_names(columns, self._place)
+        asked = keys.prompt, keys.messages, keys.text
+        if not any(rows.column_of(name, columns) for name in asked):
+            raise rows.no_prompt(columns, keys, self._place, "the table")
         if not len(self):
             raise UserError(f"{self._place}: no rows")
         # what makes an example is read of every row, and nothing else
-        start, names = 0, dict.fromkeys(columns)
-        read = (column_of(key, names) for key in (*keys.named, keys.text))
+        names = dict.fromkeys(columns)
+        read = (rows.column_of(key, names) for key in (*keys.named, keys.text))
         needed = dict.fromkeys(filter(None, read))
         with _readable(self._place):
-            for batch in self._reader.batches(list(needed)):
-                for index, row in enumerate(self._rows(batch, start), start):
-                    to_example(row, keys, f"{self._place}: row {index}")
-                    names |= dict.fromkeys(names_in(row, keys))
-                start += len(batch)
+            for index, row in enumerate(count_rows(self._every_row(list(needed)), name)):
+                rows.to_example(row, keys, f"{self._place}: row {index}")
+                names |= dict.fromkeys(rows.names_in(row, keys))
         self.columns = tuple(names)
 
     def digest(self) -> str:
@@ -89,17 +81,23 @@ class TablePart(Part):
             file.check(place)
         with _readable(place):
             row = self._decode(self._reader.row(index).to_pylist()[0])
-        return to_example(row, self._keys, place)
+        return rows.to_example(row, self._keys, place)
+
+    def _every_row(self, columns: list[str]) -> Iterator[JsonObject]:
+        start = 0
+        for batch in self._reader.batches(columns):
+            yield from self._rows(batch, start)
+            start += len(batch)
 
     def _rows(self, batch: Table, start: int) -> list[JsonObject]:
         try:
             return [self._decode(row) for row in batch.to_pylist()]
         except Exception:  # whatever it is, the row that has it raises it again
-            rows: list[JsonObject] = []
+            decoded: list[JsonObject] = []
             for at in range(len(batch)):
                 with _readable(f"{self._place}: row {start + at}"):
-                    rows.append(self._decode(batch.slice(at, 1).to_pylist()[0]))
-            return rows
+                    decoded.append(self._decode(batch.slice(at, 1).to_pylist()[0]))
+            return decoded
 
 
 def sha256_of(path: str) -> bytes:
@@ -186,7 +184,7 @@ class TableReader:
         return rows.slice(start, count) if hasattr(rows, "schema") else rows[start : start + count]
 
 
-def open_dataset(name: str, folder: str, keys: Keys, label: str) -> TablePart:
+def open_dataset(name: str, folder: str, keys: rows.Keys, label: str) -> TablePart:
     """Returns the rows of a saved `Dataset`, which may be one split of a `DatasetDict`: streams of
     Arrow, memory-mapped. Images and the like stay bytes that nobody decodes."""
     state = Path(folder) / "state.json"
@@ -235,7 +233,7 @@ def row_decoder(schema: Any, features: Any) -> Callable[[JsonObject], JsonObject
     """
     found = {field.name: _decoder(field.type, _inner(features, field.name)) for field in schema}
     decoders = {name: decode for name, decode in found.items() if decode is not None}
-    return lambda row: as_json(row | {n: f(row[n]) for n, f in decoders.items() if n in row})
+    return lambda row: rows.as_json(row | {n: f(row[n]) for n, f in decoders.items() if n in row})
 
 
 def _decoder(kind: Any, feature: Any) -> Callable[[Any], Any] | None:

@@ -31,16 +31,9 @@ HELD_OUT = 4
 and a draw can cost milliseconds, so that an evaluation prompt should not take many."""
 ATTEMPTS = 200
 """Draws for one row: at 1 in HELD_OUT, 200 draws fail once in 1e25."""
-HASH_SEEDED = frozenset(
-    {
-        "intermediate_integration",
-        "isomorphic_strings",
-        "knight_swap",
-        "list_functions",
-        "polynomial_multiplication",
-        "ransom_note",
-        "word_ladder",
-    }
+HASH_SEEDED = (
+    *("intermediate_integration", "isomorphic_strings", "knight_swap", "list_functions"),
+    *("polynomial_multiplication", "ransom_note", "word_ladder"),
 )
 """Tasks of reasoning-gym whose rows change with PYTHONHASHSEED, among 25 rows of each."""
 

@@ -18,9 +18,9 @@ from jaxrl.data import chat_template
 from jaxrl.data.example import Message, is_learned
 from jaxrl.data.spelled_tokens import MARK, encode_marked
 from jaxrl.data.thoughts import CHANNELS, opening_of
-from jaxrl.errors import UserError, short
+from jaxrl.errors import UserError, short, user_path
 from jaxrl.formats import hf
-from jaxrl.models.bert import read_json
+from jaxrl.process.json_types import read_json
 from jaxrl.types import NO_INPUTS, Prompt, TemplateInputs, Turn
 
 Tokenizer = Any
@@ -79,6 +79,36 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
             f" most {_MOST_GROWTH} times are allowed: is tokenizer.json damaged?"
         )
     return loaded
+
+
+def read_chat_template(name: str) -> str:
+    """Reads a chat template: a Jinja file, or that of the model in a folder or a GGUF file.
+
+    Raises:
+        UserError: nothing there, no text, no template, or a model without one.
+    """
+    place = user_path(name)
+    if place.is_dir() or place.suffix == ".gguf":
+        own = load_tokenizer(place)
+        template = None if own is None else own.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not template:
+            raise UserError(f"{name}: the model there has no chat template")
+        return str(template)
+    try:
+        template = place.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: not UTF-8, so no chat template") from error
+    try:
+        chat_template.program(template)
+    except Exception as error:  # of Jinja, which is imported with transformers
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f", line {line}"
+        raise UserError(f"{name}{where}: no chat template: {_one_line(error)}") from error
+    return template
 
 
 def _check_ids(folder: Path) -> None:
@@ -179,8 +209,6 @@ class Encoded:
     """EOS last."""
     turns: tuple[Turn, ...]
     """The parts of the completion, in order; they have all of its tokens between them."""
-    generation: bool
-    """Whether `prompt` is what sampling begins with."""
     notes: tuple[tuple[str, str], ...] = ()
     """(kind, text): what the user should know about how the chat template renders the chat."""
 
@@ -226,7 +254,7 @@ def encode_completion(
         last = max((n for n, token in enumerate(tokens) if token in eos_ids), default=-1)
         if last < 0 or _spelt(tokenizer, tokens[last + 1 :]).strip():
             tokens = (*tokens, end)
-        return Encoded(head, tokens, (Turn("assistant", len(tokens), completion),), True)
+        return Encoded(head, tokens, (Turn("assistant", len(tokens), completion),))
     if isinstance(completion, str):
         if (written := _end_of(completion, ends)) is not None:  # a template writes it itself
             completion = completion.rstrip().removesuffix(written)
@@ -247,10 +275,11 @@ def encode_completion(
         tokens = tokens[:ended]
         if piece.learned:
             content, said = chat[piece.message].get("content") or "", piece.message + 1
+            turns.append(Turn("assistant", len(tokens), content))
         else:
             heard = list(takewhile(lambda one: not is_learned(one), chat[said:]))
-            content, said = "\n".join(one.get("content") or "" for one in heard), said + len(heard)
-        turns.append(Turn("assistant" if piece.learned else "environment", len(tokens), content))
+            turns.append(heard_turn(heard, len(tokens)))
+            said += len(heard)
         found += tokens
         if ended is not None:
             break
@@ -263,7 +292,18 @@ def encode_completion(
         turns[-1] = replace(turns[-1], tokens=turns[-1].tokens + 1)
     prompt_tokens = _ids(tokenizer, split.prompt)
     notes = (*split.notes, *_ends_as_text(chat, len(messages), ends))
-    return Encoded(prompt_tokens, found, tuple(turns), split.generation, notes)
+    return Encoded(prompt_tokens, found, tuple(turns), notes)
+
+
+def heard_turn(messages: Sequence[Message], tokens: int) -> Turn:
+    """Makes the part of a completion that has what others than the policy say in it."""
+    said = "\n".join(message.get("content") or "" for message in messages)
+    return Turn("environment", tokens, said, roles=roles_of(messages))
+
+
+def roles_of(messages: Iterable[Message]) -> tuple[str, ...]:
+    """Lists the roles of messages, each once."""
+    return tuple(dict.fromkeys(message["role"] for message in messages))
 
 
 def _end_of(text: str, ends: Iterable[str]) -> str | None:
@@ -325,6 +365,23 @@ def decode_text(
     )
     kept = [token for token in map(int, tokens) if token not in left_out]
     return tokenizer.decode(kept, skip_special_tokens=False)
+
+
+def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, ...]:
+    """Returns the text of each token, special ones too: joined, the text of all. What several
+    tokens spell together, such as the bytes of one character, is the last one's text, and the
+    others have ""."""
+    texts, first, whole = list[str](), 0, 0  # `whole` tokens have texts, read from `first` on
+    for end in range(1, len(tokens) + 1):
+        before, text = (
+            tokenizer.decode(list(tokens[first:stop]), skip_special_tokens=False)
+            for stop in (whole, end)
+        )
+        complete = end == len(tokens) or not text.endswith("\ufffd")
+        texts.append(text[len(before) :] if complete else "")
+        if complete:
+            first, whole = whole, end
+    return tuple(texts)
 
 
 @lru_cache(16)
@@ -419,9 +476,9 @@ def check_same_prompts(
             continue  # no chat, or a text prompt whose row has such a column too
         if not chat_template.has_template(teacher):
             raise UserError(
-                "prompts are chats, but the teacher's tokenizer has no chat template: put the "
-                "student's (chat_template.jinja) into the teacher's folder, or set data.chat=raw "
-                "if the data are texts"
+                "prompts are chats, but the teacher's tokenizer has no chat template: set"
+                " teacher.chat_template to the student's folder or file, or data.chat=raw if the"
+                " data are texts"
             )
         theirs = encode_prompt(teacher, messages, prompt.inputs)
         if theirs != prompt.tokens:
@@ -432,7 +489,8 @@ def check_same_prompts(
                 "the chat templates of student and teacher make different prompts: from character"
                 f" {at} on, student {here}, teacher {there}; set "
                 "data.system_prompt if only the default system message differs, give both models "
-                "one template (chat_template.jinja), or set data.chat=raw if the data are texts"
+                "one template (teacher.chat_template, student.chat_template), or set data.chat=raw"
+                " if the data are texts"
             )
 
 

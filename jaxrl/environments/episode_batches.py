@@ -20,7 +20,14 @@ from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
 from jaxrl.data.chat_template import has_template, holds_turns
 from jaxrl.data.example import JsonObject, Message, Split
-from jaxrl.data.tokenizer import Tokenizer, TurnEncoder, as_messages, chat_of, encode_prompt
+from jaxrl.data.tokenizer import (
+    Tokenizer,
+    TurnEncoder,
+    as_messages,
+    chat_of,
+    encode_prompt,
+    roles_of,
+)
 from jaxrl.environments.environment_pool import EnvironmentPool
 from jaxrl.environments.environment_process import (
     KEY,
@@ -33,9 +40,9 @@ from jaxrl.environments.environment_process import (
 from jaxrl.errors import RunError, UserError
 from jaxrl.process import atomic_files
 from jaxrl.process.streams import to_stderr
-from jaxrl.process.user_code import Failure
+from jaxrl.process.user_code import Failure, too_many_failures
 from jaxrl.process.waiting import waiting
-from jaxrl.sampling.partial_completion import Partner, Reply
+from jaxrl.sampling.partial_completion import Reply
 from jaxrl.types import Prompt, TemplateInputs
 
 MOST_WORKERS = 16
@@ -96,7 +103,7 @@ class Episodes:
         attempt: int = 0,
         split: Split = "train",
         most: int | None = None,
-    ) -> tuple[list[Prompt], Partner]:
+    ) -> tuple[list[Prompt], EpisodeBatch]:
         """Begins n episodes of each prompt, and gives up those of the batch before.
 
         Args:
@@ -105,7 +112,7 @@ class Episodes:
 
         Returns:
             The prompts, with the tokens that episodes begin with (those of `reset`, where the
-            environment has one, and with its tools), and the other side of the episodes.
+            environment has one, and with its tools), and the episodes.
 
         Raises:
             UserError: a prompt of the environment is longer than `max_prompt_tokens`.
@@ -185,7 +192,10 @@ class Episodes:
 
 
 @dataclass
-class _Episode:
+class Episode:
+    """One episode; an `EnvironmentClient`."""
+
+    batch: EpisodeBatch
     prompt: int  # index in the batch
     sample: int
     place: tuple[int, int, int]  # that of its answers, but for the turn
@@ -193,6 +203,12 @@ class _Episode:
     chain: str  # digest of the environment and of all turns so far
     turn: int = 0  # turns of the model that were answered
     replaying: bool = True  # whether the records may still have its next answer
+
+    def answer(self, text: str, *, eos: int | None, length: int) -> Future[Reply]:
+        return self.batch.pool.submit(self.batch.answer(self, text, eos, length))
+
+    def end(self) -> None:
+        self.batch.pool.submit(self.batch.pool.end(self.session))
 
 
 def pool_of(
@@ -219,7 +235,7 @@ def pool_of(
 
 
 class EpisodeBatch:
-    """The episodes of one batch; a `Partner`."""
+    """The episodes of one batch."""
 
     def __init__(
         self,
@@ -231,18 +247,18 @@ class EpisodeBatch:
         journal: Journal | None,
     ):
         self._all, self._prompts, self._n, self._most = episodes, prompts, n, most
+        self.pool = episodes.pool
         (self._number, self._attempt), self._journal = name, journal
         self.inputs: list[TemplateInputs] = []  # of the chat template, for each prompt
         self.firsts: dict[int, Prompted] = {}  # what `reset` returned, by the prompt's index
         self._recorded: set[int] = set()  # the prompts for which an earlier process recorded that
         self._failures: dict[tuple[int, int], Failure] = {}
         self._chat = [chat_of(prompt) is not None for prompt in prompts]
-        self._episodes: dict[tuple[int, int], _Episode] = {}
+        self._episodes: dict[tuple[int, int], Episode] = {}
 
     def reset(self) -> None:
         """Asks for the prompts; waits for all of them."""
-        pool = self._all.pool
-        asked = [pool.submit(self._reset(index)) for index in range(len(self._prompts))]
+        asked = [self.pool.submit(self._reset(index)) for index in range(len(self._prompts))]
         with waiting(f"{self._all.source.text}: the prompts of {len(asked)} episodes"):
             firsts = [future.result() for future in asked]
         self.firsts = dict(enumerate(firsts))
@@ -250,28 +266,20 @@ class EpisodeBatch:
             if first != own_prompt(self._prompts[index]):
                 self._chat[index] = not isinstance(first, str) or self._all.in_turn(first)
 
-    def answer(
-        self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
-    ) -> Future[Reply]:
-        return self._all.pool.submit(self._answer(prompt, sample, text, eos, length))
-
-    def end(self, prompt: int, sample: int) -> None:
-        self._all.pool.submit(self._all.pool.end(self._episode(prompt, sample).session))
-
     def give_up(self) -> None:
-        """Ends the episodes that the engine did not begin."""
+        """Ends the episodes that the engine did not end."""
         for episode in self._episodes.values():
-            self._all.pool.submit(self._all.pool.end(episode.session))
+            episode.end()
 
     async def _reset(self, index: int) -> Prompted:
         """Returns the prompt of a row, by the instance of its first episode."""
-        episode = self._episode(index, 0)
+        episode = self.episode(index, 0)
         record = self._record(episode, PROMPT)
         if record is not None:
             first = record["first"]
             self._recorded.add(index)
             return first if isinstance(first, str) else tuple(first)
-        result = await self._all.pool.begin(episode.session)
+        result = await self.pool.begin(episode.session)
         if isinstance(result, Failure):
             prompt = self._prompts[index]
             raise RunError(
@@ -281,10 +289,9 @@ class EpisodeBatch:
         await self._write(episode, PROMPT, {"first": result})
         return result
 
-    async def _answer(
-        self, prompt: int, sample: int, text: str, eos: int | None, length: int
-    ) -> Reply:
-        episode = self._episode(prompt, sample)
+    async def answer(self, episode: Episode, text: str, eos: int | None, length: int) -> Reply:
+        """Answers a turn of an episode; arguments as of `EnvironmentClient.answer`."""
+        prompt = episode.prompt
         episode.session.first = self.firsts.get(prompt)
         episode.session.strict &= prompt not in self._recorded
         turn, episode.turn = episode.turn, episode.turn + 1
@@ -295,7 +302,7 @@ class EpisodeBatch:
         said = "\n".join(message["content"] for message in result.messages)
         if result.done:
             return Reply(text=said, reward=result.reward)
-        chat, called = self._chat[prompt], any(one["role"] == "tool" for one in result.messages)
+        chat, roles = self._chat[prompt], roles_of(result.messages)
         try:
             inputs = self.inputs[prompt]
             tokens = self._all.turns.after(result.messages, eos=eos, chat=chat, inputs=inputs)
@@ -303,13 +310,13 @@ class EpisodeBatch:
             raise UserError(f"{KEY}: {self._all.source.text} answers with {error}") from error
         last = episode.turn == self._all.environment.max_turns
         if last or length + len(tokens) >= self._most:
-            return Reply(text=said, reward=result.reward, cut=True, called=called)
+            return Reply(text=said, reward=result.reward, cut=True, roles=roles)
         if not tokens:
             text = f"{self._all.source.text}: its answer has no tokens"
             return self._failed(episode, Failure("exception", text))
-        return Reply(tokens, said, result.reward, called=called)
+        return Reply(tokens, said, result.reward, roles=roles)
 
-    async def _observe(self, episode: _Episode, turn: int, text: str) -> Observation | Failure:
+    async def _observe(self, episode: Episode, turn: int, text: str) -> Observation | Failure:
         """Returns the recorded answer, or else that of the environment, which is then recorded."""
         record = self._record(episode, turn)
         if record is not None and "failure" in record:
@@ -319,14 +326,14 @@ class EpisodeBatch:
             episode.session.turns.append((text, observation))
             episode.session.strict = False
             return observation
-        result = await self._all.pool.step(episode.session, text)
+        result = await self.pool.step(episode.session, text)
         content = asdict(result)
         if isinstance(result, Failure):
             content = {"failure": [result.kind, result.text]}
         await self._write(episode, turn, content)
         return result
 
-    def _record(self, episode: _Episode, turn: int) -> JsonObject | None:
+    def _record(self, episode: Episode, turn: int) -> JsonObject | None:
         """Finds the record of an earlier process; None from the first turn on that it did not
         see."""
         if self._journal is None or not episode.replaying:
@@ -337,11 +344,11 @@ class EpisodeBatch:
             return None
         return record
 
-    async def _write(self, episode: _Episode, turn: int, content: JsonObject) -> None:
+    async def _write(self, episode: Episode, turn: int, content: JsonObject) -> None:
         if self._journal is not None:
             await self._journal.add((*episode.place, turn), {"chain": episode.chain, **content})
 
-    def _failed(self, episode: _Episode, failure: Failure) -> Reply:
+    def _failed(self, episode: Episode, failure: Failure) -> Reply:
         """Returns the reply about an episode that failed; raises RunError where that is one too
         many."""
         failures, allowed = self._failures, self._all.environment.max_failures
@@ -350,22 +357,19 @@ class EpisodeBatch:
         if len(failures) > allowed * total:
             if self._journal is not None:
                 self._journal.forget_failures()
-            late = sum(one.kind == "timeout" for one in failures.values())
-            first = next(iter(failures.values()))
-            raise RunError(
-                f"{KEY}: {self._all.source.text} failed in {len(failures)} of {total} episodes"
-                f" ({late} timeouts, {len(failures) - late} exceptions or ended processes), more"
-                f" than environment.max_failures={allowed:g} allows; the first, {first.kind}:\n"
-                f"{first.text}"
-            )
+            who, limit = f"{KEY}: {self._all.source.text}", f"environment.max_failures={allowed:g}"
+            raise too_many_failures(failures.values(), who, f"{total} episodes", limit)
         return Reply(failure=f"{failure.kind}: {failure.text}")
 
-    def _episode(self, prompt: int, sample: int) -> _Episode:
+    def episode(self, prompt: int, sample: int) -> Episode:
+        """Returns an episode, by the index of its prompt in the batch and the number among those of
+        that prompt."""
         if (prompt, sample) not in self._episodes:
             row, source = row_of(self._prompts[prompt]), self._all.source
             what = without_folders([source.text, dict(source.arguments)])
             known = json.dumps([row, what], sort_keys=True, default=repr)
-            self._episodes[prompt, sample] = _Episode(
+            self._episodes[prompt, sample] = Episode(
+                self,
                 prompt,
                 sample,
                 (self._attempt, self._prompts[prompt].id, sample),

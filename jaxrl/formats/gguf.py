@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
+import yaml
 from gguf.quants import dequantize
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from jaxrl.errors import UserError, about, user_input
 from jaxrl.formats.opened import note_read
-from jaxrl.formats.weights import Index, gguf_parts, tensor_shapes
+from jaxrl.formats.weights import Index, first_unread, gguf_parts, tensor_shapes
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
@@ -42,38 +43,9 @@ LLAMA3_ROPE = Llama3Rope(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
 """Llama 3.1 to 3.3, but for the factor; a GGUF stores only the divisors that result from it."""
-NEEDED = {
-    "hidden_size": "embedding_length",
-    "num_attention_heads": "attention.head_count",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
-"""Fields of a `config.json` -> where the metadata must have them."""
-SEVERAL = {
-    "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "full_attention_interval": "full_attention_interval",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
-"""The same, where they may."""
-STATES = {
-    "linear_num_key_heads": "ssm.group_count",
-    "linear_num_value_heads": "ssm.time_step_rank",
-    "linear_key_head_dim": "ssm.state_size",
-    "linear_conv_kernel_dim": "ssm.conv_kernel",
-}
-"""What they must have of a model whose layers keep a state."""
-YARN = (
-    ("factor", "factor"),
-    ("original_max_position_embeddings", "original_context_length"),
-    ("attention_factor", "attn_factor"),
-    ("attention_factor", "yarn_attn_factor"),  # the converter's
-    ("beta_fast", "yarn_beta_fast"),
-    ("beta_slow", "yarn_beta_slow"),
+TABLES: dict[str, Any] = yaml.safe_load(
+    (Path(__file__).parent.parent / "assets" / "gguf.yaml").read_text(encoding="utf-8")
 )
-"""Constants of YaRN, behind `rope.scaling.`; of two keys the later one counts."""
 VALUE_ROWS = {"in_proj_qkv": 2, "conv1d": 2, "in_proj_z": 0, "in_proj_a": 0, "in_proj_b": 0}
 """Tensors of a layer with a state that have rows for the value heads -> behind how many parts as
 wide as all key heads."""
@@ -89,11 +61,6 @@ BY_LAYER: dict[str, Callable[[DecoderConfig], int]] = {
 }
 """What the metadata may have a list of, one value for each layer -> what it is of a model with that
 layer alone."""
-UNNAMED = {
-    "router.scale": "ffn_gate_inp.scale",
-    "router.per_expert_scale": "ffn_down_exps.scale",
-}
-"""Tensors of a layer that the library has no name for, as llama.cpp's converter writes them."""
 
 
 class _Reader(gguf.GGUFReader):
@@ -266,7 +233,7 @@ class GgufFile:
             )
         kinds = config.kinds * (n // len(config.kinds))
         for key, of in BY_LAYER.items():
-            value, each = self.stated(key), [of(config.of(kind)) for kind in kinds]
+            value, each = self.stated(key), [of(config.layer_of(kind)) for kind in kinds]
             if isinstance(value, list) and value[:n] != each:
                 raise UserError(f"{key}={value} is not supported; supported: {each}")
         check_special_ids(config)
@@ -276,8 +243,8 @@ class GgufFile:
         """Makes the `config.json` that the metadata describe, but for what a family has in places
         of its own (`Family.from_gguf`)."""
         entry = FAMILIES[self.family]
-        raw: JsonObject = {key: self._need(stored) for key, stored in NEEDED.items()}
-        several = {key: self.stated(stored) for key, stored in SEVERAL.items()}
+        raw: JsonObject = {key: self._need(stored) for key, stored in TABLES["needed"].items()}
+        several = {key: self.stated(stored) for key, stored in TABLES["optional"].items()}
         raw |= {key: value for key, value in several.items() if value is not None}
         head_dim = self._of_windows("attention.key_length")
         head_dim = int(head_dim or raw["hidden_size"] // raw["num_attention_heads"])
@@ -314,7 +281,7 @@ class GgufFile:
         if pattern and not isinstance(pattern, list):
             raw["sliding_window_pattern"] = pattern
         if entry.recurs:  # layers that keep a state
-            raw |= {key: self._need(stored) for key, stored in STATES.items()}
+            raw |= {key: self._need(stored) for key, stored in TABLES["states"].items()}
             width, heads = self._need("ssm.inner_size"), raw["linear_num_value_heads"]
             if heads < 1 or width % heads:
                 raise UserError(
@@ -339,22 +306,15 @@ class GgufFile:
 
     def check_all_read(self) -> None:
         """Raises UserError for a weight or bias of a layer that the config has no place for, but
-        for those of layers that borrow keys and values, and of layers for further tokens."""
-        config, n = self.config, self.config.n_layers
-        expected = {gguf_name(config.family, name) for name in tensor_shapes(config)}
-        kinds = config.kinds * (n // len(config.kinds))
-        further = range(n, n + int(self.stated("nextn_predict_layers") or 0))
-        for name in self._tensors.keys() - expected:
-            found = re.fullmatch(r"blk\.(\d+)\.(.+)\.(weight|bias)", name)
-            if found is None or int(found[1]) in further:
-                continue
-            layer = int(found[1])
-            if layer < n and kinds[layer].borrows and found[2].startswith("attn_"):
-                continue
+        for those of layers for further tokens."""
+        expected = {gguf_name(self.family, name) for name in tensor_shapes(self.config)}
+        further = int(self.stated("nextn_predict_layers") or 0)
+        name = first_unread(self._tensors.keys() - expected, self.config, further)
+        if name is not None:
             raise UserError(
                 f"{self.path}: the metadata have no place for tensor {name}: is"
                 f" general.architecture={self.meta('general.architecture')!r} right, and"
-                f" block_count={n + len(further)}?"
+                f" block_count={self.config.n_layers + further}?"
             )
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -499,7 +459,7 @@ class GgufFile:
             return raw | {"factor": self._need("rope.scaling.factor")}
         if kind == "yarn":
             raw |= {"factor": None, "original_max_position_embeddings": length}
-            for name, key in YARN:
+            for name, key in TABLES["yarn"]:
                 if (value := self.stated(f"rope.scaling.{key}")) is not None:
                     raw[name] = value
             return raw
@@ -542,7 +502,7 @@ def gguf_name(family: str, name: str) -> str:
     number = layer.group() if layer else ".0."
     architecture = FAMILIES[family].gguf
     assert architecture is not None, family
-    unnamed = UNNAMED.get(name.partition(number)[2])
+    unnamed = TABLES["unnamed"].get(name.partition(number)[2])
     if unnamed is not None:
         return f"blk{number}{unnamed}"
     first, kinds = name.replace(number, ".0.", 1), (".weight", ".bias")
@@ -600,54 +560,6 @@ CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
 there are tokens), and one raw byte (SentencePiece)."""
 SPACE = "\u2581"
 """SentencePiece's stand-in for a space."""
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_MARKED_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Marks, of which Unicode has no composed form with their letter, stay in its word."""
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_CASED_WORDS = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""A capital letter after a small one begins a word; an ending such as 's belongs to its word."""
-
-
-@dataclass(frozen=True)
-class Pre:
-    """How a byte-level BPE splits a text into words, by `tokenizer.ggml.pre`."""
-
-    split: pre_tokenizers.PreTokenizer
-    use_regex: bool = False
-    """Whether GPT-2's own regular expression splits further."""
-    nfc: bool = False
-    """Unicode normal form C first."""
-    whole_words: bool = False
-    """A word that is in the vocabulary is that token, whatever the merges say."""
-    add_bos: bool = False
-    """Whether a text starts with BOS where the file does not say."""
-
-
-def _split_words(words: str, digits: str = "") -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Split(Regex(words.replace("DIGITS", digits)), "isolated")
-
-
-PRE: dict[str, Pre] = {
-    "smollm": Pre(pre_tokenizers.Digits(individual_digits=True), use_regex=True),
-    "gpt-2": Pre(pre_tokenizers.Sequence([]), use_regex=True),
-    "qwen2": Pre(_split_words(_WORDS), nfc=True),
-    "qwen35": Pre(_split_words(_MARKED_WORDS), nfc=True),
-    "dbrx": Pre(_split_words(_WORDS, "{1,3}")),
-    "smaug-bpe": Pre(_split_words(_WORDS, "{1,3}")),
-    "gpt-4o": Pre(_split_words(_CASED_WORDS)),
-    "llama-bpe": Pre(_split_words(_WORDS, "{1,3}"), whole_words=True, add_bos=True),
-}
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
@@ -693,14 +605,17 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
         pairs = (merge.partition(" ") for merge in meta("merges"))
         merges = [(first, second) for first, _, second in pairs]
     if kind == "gpt2":  # over bytes
-        pre = PRE[supported("pre", PRE)]
-        tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.whole_words))
-        if pre.nfc:
+        pre = TABLES["pre"][supported("pre", TABLES["pre"])]
+        whole_words, words = pre.get("whole_words", False), pre.get("words")
+        tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=whole_words))
+        if pre.get("nfc"):
             tokenizer.normalizer = normalizers.NFC()
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.use_regex)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre.split, byte_level])
+        split = [pre_tokenizers.Split(Regex(words), "isolated")] if words else []
+        digits = [pre_tokenizers.Digits(individual_digits=True)] * pre.get("single_digits", False)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, *digits, byte_level])
         tokenizer.decoder = decoders.ByteLevel()
-        add_bos = pre.add_bos
+        add_bos = pre.get("add_bos", False)
     else:  # over characters, with bytes for the rest
         unknown = tokens[meta("unknown_token_id") or 0]
         bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -726,9 +641,7 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     if (add_bos if stated is None else stated) and "bos" in special:
         bos = special["bos"]
         tokenizer.post_processor = TemplateProcessing(
-            single=f"{bos} $A",
-            pair=f"{bos} $A {bos} $B",
-            special_tokens=[(bos, tokens.index(bos))],
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
     start = "tokenizer.chat_template"
     named = {key.removeprefix(f"{start}."): file.meta(key) for key in file.keys_of(f"{start}.")}

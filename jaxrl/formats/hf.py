@@ -3,6 +3,7 @@ stream; also torch's `.bin` files, which are read only."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import os
@@ -25,11 +26,10 @@ from safetensors import SafetensorError, safe_open
 from jaxrl.errors import UserError, short
 from jaxrl.formats import weights
 from jaxrl.formats.opened import note_read
-from jaxrl.models.bert import of_file, read_json
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.parameters import Params
 from jaxrl.process import atomic_files
-from jaxrl.process.json_types import JsonObject
+from jaxrl.process.json_types import JsonObject, name_file_in_errors, read_json
 from jaxrl.sharding.mesh import is_primary
 
 STORED: dict[str, np.dtype] = {
@@ -52,17 +52,11 @@ MOST_HEADER = 1 << 24
 """Bytes of a safetensors header; those of the largest mixtures in one file have 11 MB. The library
 takes seconds for what it would read at most, 100 MB, and hears no Ctrl-C in them."""
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 TOKENIZER_FILES = (
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
+    *(TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
+    *TEMPLATE_FILES,
 )
 """Patterns of the files of a tokenizer and its chat templates: the default one, and those of other
 names, as `tool_use` for chats with tools."""
@@ -201,13 +195,13 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
         there = why if folder.exists() else "there is no such folder"
         raise UserError(f"model {str(path)!r}: {there}")
     raw = read_json(file)
-    with of_file(file):
+    with name_file_in_errors(file):
         config = DecoderConfig.from_hf(raw)
         check_special_ids(config)
     file = folder / "generation_config.json"
     if file.is_file():
         raw = read_json(file)
-        with of_file(file):
+        with name_file_in_errors(file):
             more = special_ids(raw)
             config = replace(
                 config,
@@ -294,10 +288,7 @@ def write_folder(
 
 
 def write_description(
-    folder: Path,
-    config: DecoderConfig,
-    dtype: str,
-    tokenizer_from: TokenizerFrom | None = None,
+    folder: Path, config: DecoderConfig, dtype: str, tokenizer_from: TokenizerFrom | None = None
 ) -> None:
     """Writes all of a model folder but its weights."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -354,6 +345,18 @@ class TokenizerFiles:
             raw["tokenizer_class"] = "PreTrainedTokenizerFast"
             contents[TOKENIZER_CONFIG] = json_text(raw).encode()
         return TokenizerFiles(contents)
+
+    def with_template(self, template: str) -> TokenizerFiles:
+        """Returns these files with one chat template, in place of all of theirs."""
+        kept = dict(self.contents)
+        for pattern in TEMPLATE_FILES:
+            for name in fnmatch.filter(self.contents, pattern):
+                del kept[name]
+        if TOKENIZER_CONFIG in kept:
+            raw = json.loads(kept[TOKENIZER_CONFIG])
+            raw.pop("chat_template", None)
+            kept[TOKENIZER_CONFIG] = json_text(raw).encode()
+        return TokenizerFiles({**kept, TEMPLATE_FILES[0]: template.encode()})
 
 
 TokenizerFrom = str | os.PathLike[str] | TokenizerFiles

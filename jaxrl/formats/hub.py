@@ -40,10 +40,10 @@ from typing import Any, Literal, TypeVar
 
 from jaxrl.errors import UserError, near, short, user_path
 from jaxrl.formats import hf, weights
+from jaxrl.process.awake_clock import retry_after
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.waiting import waiting
-from jaxrl.process.wall_clock import retry_after
 
 SNAPSHOTS = "snapshots"
 """Folder in the hub's cache whose folders are the commits of a repository."""

@@ -26,12 +26,12 @@ from safetensors import SafetensorError, safe_open
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, hub, weights
 from jaxrl.formats.hub import model_name
-from jaxrl.models.bert import of_file, read_json
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import Family
-from jaxrl.models.lora import TARGETS, Lora, Quantisation, frozen_and_trained, with_a
+from jaxrl.models.lora import TARGETS, Lora, Quantisation, add_shared_a, frozen_and_trained
 from jaxrl.models.parameters import Params, abstract_params, init_params, param_shardings
+from jaxrl.process.json_types import name_file_in_errors, read_json
 from jaxrl.sharding.mesh import is_primary
 from jaxrl.sharding.reshard import to_host
 
@@ -95,6 +95,21 @@ class Adapter(weights.Derived):
         a, b = pair[0][columns], pair[1][:, rows]
         return box.astype(np.float32) + np.float32(self.lora.scale) * (a @ b).T
 
+    def lost_entries(self, name: str, merged: np.ndarray, dtype: str) -> tuple[int, int]:
+        """Counts the entries of a kernel that its adapter changes, and those of them that are the
+        base model's again once both are rounded to a dtype.
+
+        Args:
+            merged: the whole kernel, as `read` returns it.
+            dtype: float32, float16 or bfloat16.
+        """
+        pair = self.pairs().get(name)
+        if pair is None:
+            return 0, 0
+        added = np.float32(self.lora.scale) * (pair[0] @ pair[1]).T
+        whole, base = (x.astype(np.dtype(dtype)) for x in (merged, merged - added))
+        return int(np.count_nonzero(added)), int(np.count_nonzero((added != 0) & (whole == base)))
+
     @cached_property
     def _kernels(self) -> frozenset[str]:
         names = (kernels(self.model, path) for path in self.model.quantisable)
@@ -110,7 +125,7 @@ def read_settings(folder: Path) -> tuple[Lora, str, Quantisation | None]:
     """
     file = folder / CONFIG
     raw = read_json(file)
-    with of_file(file):
+    with name_file_in_errors(file):
         if raw.get("peft_type") != "LORA":
             raise UserError(f"peft_type={raw.get('peft_type')!r} is not supported; supported: LORA")
         allowed: dict[str, tuple[object, ...]] = dict.fromkeys(_OFF, (False, [], {}))
@@ -206,7 +221,7 @@ def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:
     found: dict[str, Pair] = {}
     blocks = adapters["layers"] if model.cycle > 1 else (adapters["layers"],)
     for i, paths, names in _adapted(model):
-        each = [with_a(_group(blocks[i], path), path.rpartition("/")[2]) for path in paths]
+        each = [add_shared_a(_group(blocks[i], path), path.rpartition("/")[2]) for path in paths]
         a, b = each[0]["lora_a"], np.concatenate([one["lora_b"] for one in each], -1)
         stacked = (x.astype(np.float32).reshape(-1, *x.shape[-2:]) for x in (a, b))
         found |= dict(zip(names, zip(*stacked, strict=True), strict=True))

@@ -21,33 +21,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError, short
-from jaxrl.models import bert
-from jaxrl.models.bert import FAMILIES as ENCODERS
-from jaxrl.models.bert import EncoderConfig
+from jaxrl.models import bert, lora, parameters
 from jaxrl.models.config import EMBEDDING, HEAD, DecoderConfig
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.lora import (
-    Quantisation,
-    dequantise,
-    numbers_per_code,
-    quantisation_block,
-    quantise,
-)
-from jaxrl.models.parameters import (
-    Layout,
-    Params,
-    abstract_params,
-    param_shardings,
-    param_specs,
-)
+from jaxrl.models.parameters import Layout, Params
 from jaxrl.sharding.reshard import Box, box_of, to_host
 from jaxrl.types import Tree
 
 Index = tuple[slice, ...]
 
-LAYERS, ENDINGS = "model.layers.", (".weight", ".bias")
-"""How names of tensors of layers begin, and how those of weights end: not those of frequencies that
-old checkpoints have, or of scales of quantised caches."""
+LAYERS = "model.layers."
+"""How names of tensors of layers begin."""
+_OF_LAYER = re.compile(r"(?:model\.layers|blk)\.([^.]*)\.(.+)\.(?:weight|bias)")
+"""A weight of a layer: no frequencies, as old checkpoints have, or scales of quantised caches."""
 BAND = 64
 """Rows that are transposed at once; bands stay in the cache, 4 times as fast as one copy."""
 COMPARED = 4096
@@ -182,13 +168,13 @@ class KeptLayers(Derived):
         return f"{LAYERS}{self.keep[int(layer)]}.{rest}"
 
 
-def rounded(tensors: Tensors, kind: Quantisation, name: str, index: Index) -> np.ndarray:
+def rounded(tensors: Tensors, kind: lora.Quantisation, name: str, index: Index) -> np.ndarray:
     """Returns a box of a kernel with the values that it stands for once it is quantised, in
     float32."""
     rows, columns = index
     shape = tensors.shape(name)
     assert shape is not None
-    block = quantisation_block(shape[1])
+    block = lora.quantisation_block(shape[1])
     first = columns.start // block * block
     box = tensors.read(name, (rows, slice(first, -(-columns.stop // block) * block)))
     with _on_cpu():
@@ -279,7 +265,7 @@ def gguf_parts(name: str) -> list[str]:
 def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Place]:
     """Returns parameter path -> where it is, in the order in which parameters are written; adapters
     have a format of their own, and files of quantised kernels are not read."""
-    abstract = leaves_by_path(abstract_params(config.plain, layout=layout))
+    abstract = leaves_by_path(parameters.abstract_params(config.plain, layout=layout))
     shapes = {path: leaf.shape for path, leaf in abstract.items()}
     stacked, n = layout == "stacked", config.n_layers
     blocks = block_layers(config) if stacked else {f"layers/{i}": range(i, i + 1) for i in range(n)}
@@ -289,7 +275,7 @@ def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Pla
     found = {"embed/embedding": top["embed/embedding"]}
     for prefix, numbers in blocks.items():
         rows: dict[str, int] = {}
-        table = config.of(config.kinds[numbers[0] % len(config.kinds)]).parameters
+        table = config.layer_of(config.kinds[numbers[0] % len(config.kinds)]).parameters
         for rest, parameter in table.items():
             path, name = f"{prefix}/{rest}", parameter.tensor
             by_expert = "{expert}" in name  # else one tensor of all experts
@@ -394,24 +380,30 @@ def check_shapes(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> N
 def check_all_read(names: Iterable[str], config: DecoderConfig, tensors: Tensors) -> None:
     """Raises a UserError for the first of these names of tensors that is a weight or bias of a
     layer, and that the config has no place for: without it the model would compute something else
-    than what was saved. (Layers that borrow keys and values may have tensors of them.)"""
+    than what was saved."""
     expected = tensor_shapes(config)
-    kinds = config.kinds * (config.n_layers // len(config.kinds))
-    experts = 0 if config.experts is None else config.experts.count
-    for name in names:
-        match = _APART.fullmatch(name) if isinstance(tensors, ExpertTensors) else None
-        if match is not None and _whole(match)[0] in expected and int(match[2]) < experts:
-            continue
-        if name in expected or not name.startswith(LAYERS) or not name.endswith(ENDINGS):
-            continue
-        number, _, rest = name.removeprefix(LAYERS).partition(".")
-        layer = int(number) if number.isdecimal() else config.n_layers
-        if layer < config.n_layers and kinds[layer].borrows and rest.startswith("self_attn."):
-            continue
+    if isinstance(tensors, ExpertTensors):
+        apart = filter(None, map(_APART.fullmatch, names := [*names]))
+        wanted = (m for m in apart if _whole(m)[0] in expected and int(m[2]) < tensors.count)
+        expected |= {match[0]: () for match in wanted}
+    name = first_unread((name for name in names if name not in expected), config)
+    if name is not None:
         raise UserError(
             f"{tensors.file(name)}: the config has no place for tensor {short(name, 200)}: is"
             f" model_type={config.family!r} right, and num_hidden_layers={config.n_layers}?"
         )
+
+
+def first_unread(names: Iterable[str], config: DecoderConfig, further: int = 0) -> str | None:
+    """Finds the first name of a weight or bias of a layer, of a GGUF file or another, but for keys
+    and values of a layer that borrows them, and all of so many `further` layers; None if none."""
+    n, kinds = config.n_layers, config.kinds * (config.n_layers // len(config.kinds))
+    for match in filter(None, map(_OF_LAYER.fullmatch, names)):
+        layer = int(match[1]) if match[1].isdecimal() else n + further
+        attends = match[2].startswith(("self_attn.", "attn_"))
+        if not (layer < n and kinds[layer].borrows and attends or n <= layer < n + further):
+            return match[0]
+    return None
 
 
 def load_params(
@@ -431,9 +423,9 @@ def load_params(
         UserError: a tensor is missing or has another shape than `config` asks for.
     """
     check_shapes(tensors, tensor_shapes(config))
-    abstract = abstract_params(config, jnp.dtype(dtype), layout)
+    abstract = parameters.abstract_params(config, jnp.dtype(dtype), layout)
     if mesh is not None:
-        shardings = param_shardings(config, mesh, layout)
+        shardings = parameters.param_shardings(config, mesh, layout)
         abstract = jax.tree.map(lambda leaf, own: leaf.update(sharding=own), abstract, shardings)
     each = leaves_by_path(abstract)
     found: dict[str, jax.Array] = {}
@@ -458,7 +450,9 @@ def load_head(
     name, sharding = EMBEDDING if config.tie_embeddings else HEAD, None
     place = Place((config.vocab_size, config.d_model), (name,))
     if mesh is not None:
-        sharding = NamedSharding(mesh, param_specs(config, mesh.shape)["embed"]["embedding"])
+        sharding = NamedSharding(
+            mesh, parameters.param_specs(config, mesh.shape)["embed"]["embedding"]
+        )
     check_shapes(tensors, stored_shapes([place]))
     leaf = jax.ShapeDtypeStruct(place.shape, jnp.dtype(dtype), sharding=sharding)
     return read_parameter(tensors, place, leaf)
@@ -502,13 +496,13 @@ def _by_box(
 def _read_quantised(
     tensors: Tensors,
     place: Place,
-    kind: Quantisation,
+    kind: lora.Quantisation,
     codes: jax.ShapeDtypeStruct,
     scale: jax.ShapeDtypeStruct,
 ) -> tuple[jax.Array, ...]:
     """Returns the codes and the scales of a kernel, which is read and quantised one layer's, or one
     expert's, at a time."""
-    each = numbers_per_code(kind)
+    each = lora.numbers_per_code(kind)
     block = codes.shape[-2] * each // scale.shape[-2]
 
     def read(index: Index) -> tuple[np.ndarray, ...]:
@@ -527,14 +521,14 @@ def _read_quantised(
     return _by_box((codes, scale), read)
 
 
-_quantise = jax.jit(quantise, static_argnums=(0, 2))
+_quantise = jax.jit(lora.quantise, static_argnums=(0, 2))
 _layer = jax.jit(jax.lax.dynamic_index_in_dim, static_argnames="keepdims")
 """One program for all layers of a shape, where indexing eagerly takes two."""
 
 
 @partial(jax.jit, static_argnums=(0, 2))
-def _round_trip(kind: Quantisation, kernel: jax.Array, block: int) -> jax.Array:
-    return dequantise(*quantise(kind, kernel, block), jnp.float32)
+def _round_trip(kind: lora.Quantisation, kernel: jax.Array, block: int) -> jax.Array:
+    return lora.dequantise(*lora.quantise(kind, kernel, block), jnp.float32)
 
 
 def _on_cpu() -> AbstractContextManager[object]:
@@ -581,7 +575,7 @@ def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndar
 
 def load_encoder(
     tensors: Tensors,
-    config: EncoderConfig,
+    config: bert.EncoderConfig,
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Params:
@@ -591,7 +585,7 @@ def load_encoder(
     Raises:
         UserError: a tensor is missing or has another shape than `config` asks for.
     """
-    prefix, shapes = ENCODERS[config.family].prefix, bert.shapes(config)
+    prefix, shapes = bert.FAMILIES[config.family].prefix, bert.shapes(config)
     if tensors.shape(f"{prefix}{bert.TOP['embed/word'][0]}") is None:
         prefix = ""
     places = {p: Place(shapes[p], (f"{prefix}{name}",)) for p, (name, _) in bert.TOP.items()}

@@ -58,7 +58,7 @@ class ShardOptions(TypedDict, total=False):
     v: int | None
     """Narrows the vocabulary to its first v rows; probabilities are normalised over these."""
     lean: bool
-    """Of a loss. False, the default, computes the gradients in the forward pass (4 products with a
+    """For losses. False, the default, computes the gradients in the forward pass (4 products with a
     head), which needs a float32 accumulator of the head's size; True keeps nothing between forward
     and backward and computes the logits again, by tiles of the vocabulary (6 products)."""
 
@@ -69,7 +69,7 @@ class LogitOptions(ShardOptions, total=False):
     temperature: float | Array
     """Divides the logits; may be traced. 1 by default."""
     softcap: Softcap | Sequence[Softcap]
-    """Of several models, one for each. May be traced."""
+    """One for each model where there are several. May be traced."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class VocabShard:
 
     def normaliser(self, z: Float[Array, "n size"]) -> Normaliser:
         """Computes the normaliser of the whole vocabulary."""
-        here, total = peaks_and_sums(z, self.scale)
+        local_peak, total = peaks_and_sums(z, self.scale)
         if not self.axes:
-            return Normaliser(here, jnp.log(total))
-        peak = jax.lax.pmax(here, self.axes)
-        total = jax.lax.psum(total * jnp.exp(self.scale * (here - peak)), self.axes)
+            return Normaliser(local_peak, jnp.log(total))
+        peak = jax.lax.pmax(local_peak, self.axes)
+        total = jax.lax.psum(total * jnp.exp(self.scale * (local_peak - peak)), self.axes)
         return Normaliser(peak, jnp.log(total))
 
     def logprobs(self, z: Float[Array, "n size"], normaliser: Normaliser) -> Array:
@@ -137,24 +137,24 @@ class VocabShard:
         self, z: Float[Array, "n size"], normaliser: Normaliser, ids: Int[Array, "n K"]
     ) -> Float[Array, "n K"]:
         """Returns the log-probs of token ids; `MIN` for an id that no slice has."""
-        return self.logprobs_of(self.at(z, ids), normaliser)
+        return self.logprobs_of(self.values_at(z, ids), normaliser)
 
-    def logprobs_of(self, some: Float[Array, "n K"], normaliser: Normaliser) -> Array:
+    def logprobs_of(self, logits: Float[Array, "n K"], normaliser: Normaliser) -> Array:
         """Computes the log-probs [n, K] of some logits; `MIN` where they are."""
-        return jnp.where(some > MIN, self.logprobs(some, normaliser), MIN)
+        return jnp.where(logits > MIN, self.logprobs(logits, normaliser), MIN)
 
     def entropy(self, z: Float[Array, "n size"], normaliser: Normaliser) -> Float[Array, " n"]:
         """Computes the entropy, nats, at the temperature."""
         logprobs = self.logprobs(z, normaliser)
         return -self.total(jnp.exp(logprobs) * logprobs)
 
-    def at(self, z: Float[Array, "n size"], ids: Int[Array, "n K"]) -> Float[Array, "n K"]:
+    def values_at(self, z: Float[Array, "n size"], ids: Int[Array, "n K"]) -> Float[Array, "n K"]:
         """Returns the values at token ids; `MIN` for an id that no slice has."""
         local = self._local(ids)
-        found = jnp.take_along_axis(z, jnp.minimum(local, self.size - 1), -1)
-        return jax.lax.pmax(jnp.where(local < self.size, found, MIN), self.axes)
+        values = jnp.take_along_axis(z, jnp.minimum(local, self.size - 1), -1)
+        return jax.lax.pmax(jnp.where(local < self.size, values, MIN), self.axes)
 
-    def without(self, z: Float[Array, "n size"], ids: Int[Array, "n K"]) -> Float[Array, "n size"]:
+    def mask_ids(self, z: Float[Array, "n size"], ids: Int[Array, "n K"]) -> Float[Array, "n size"]:
         """Returns `z` with `MIN` at the token ids."""
         return z.at[jnp.arange(z.shape[0])[:, None], self._local(ids)].set(MIN, mode="drop")
 
@@ -188,7 +188,7 @@ def add_tail(
 ) -> tuple[Float[Array, "n K+1"], Normaliser]:
     """Computes the log-probs of the K ids and, last, of all others together; and the normaliser of
     the others."""
-    others = columns.normaliser(columns.without(z, ids))
+    others = columns.normaliser(columns.mask_ids(z, ids))
     tail = columns.logprobs_of(others.peak[:, None], normaliser) + others.log_sum[:, None]
     listed = columns.logprobs_at(z, normaliser, ids)
     return jnp.concatenate([listed, jnp.maximum(tail, MIN)], -1), others
@@ -206,7 +206,7 @@ def spread_tail(
 
     A listed token takes its own; the others share the tail's by their probability within the tail.
     """
-    share = jnp.exp(columns.logprobs(columns.without(z, ids), others))
+    share = jnp.exp(columns.logprobs(columns.mask_ids(z, ids), others))
     return columns.add(share * gradient[:, -1:], ids, gradient[:, :-1])
 
 
@@ -218,10 +218,10 @@ class FrozenInputs(NamedTuple):
     """1 / temperature."""
     tokens: PerToken
     softcaps: tuple[Float[Array, ""] | None, ...] = ()
-    """Of the student's logits and of each teacher's (`VocabShard.logits`); () where all are None.
-    """
+    """Softcaps of the student's logits and of each teacher's (`VocabShard.logits`); () where all
+    are None."""
     teacher_hidden: tuple[Float[Array, "B C Dt"], ...] = ()
-    """Of each teacher."""
+    """One array for each teacher."""
     teacher_head: tuple[Float[Array, "V Dt"], ...] = ()
     """As many."""
     outcomes: tuple[Int[Array, " size"] | None, ...] | None = None
@@ -278,7 +278,7 @@ class ShardedTerm:
         results: Tree,
         hidden: Float[Array, "B C D"],
         head: Float[Array, "V D"],
-        given: FrozenInputs,
+        frozen: FrozenInputs,
         *saved: PerToken,
     ) -> Tree:
         """Runs `body` on each device's shards of its arguments.
@@ -288,19 +288,19 @@ class ShardedTerm:
             saved: of a term, [B, C, ...].
         """
         if self.mesh is None or self.mesh.size == 1:
-            return body(hidden, head, given, *saved)
+            return body(hidden, head, frozen, *saved)
         token = PartitionSpec(self.axes(*ROWS) or None, self.axes(TOKENS) or None)
         tensor = self.axes("tensor") or None
         width = math.prod(self.mesh.shape.get(axis, 1) for axis in WEIGHTS)
         heads = [
             PartitionSpec(tensor, (x.shape[1] % width == 0 and self.axes(*WEIGHTS)) or None)
-            for x in (head, *given.teacher_head)
+            for x in (head, *frozen.teacher_head)
         ]
-        specs = jax.tree.map(lambda _: token, given)._replace(
+        specs = jax.tree.map(lambda _: token, frozen)._replace(
             scale=PartitionSpec(),
-            softcaps=jax.tree.map(lambda _: PartitionSpec(), given.softcaps),
+            softcaps=jax.tree.map(lambda _: PartitionSpec(), frozen.softcaps),
             teacher_head=tuple(heads[1:]),
-            outcomes=jax.tree.map(lambda _: PartitionSpec(tensor), given.outcomes),
+            outcomes=jax.tree.map(lambda _: PartitionSpec(tensor), frozen.outcomes),
         )
         kinds = {"token": token, "head": heads[0]}
         # Gradients are written out by hand: nothing is differentiated through the collectives.
@@ -310,7 +310,7 @@ class ShardedTerm:
             in_specs=(token, heads[0], specs, *[token for _ in saved]),
             out_specs=jax.tree.map(lambda kind: kinds[kind], results),
             check_vma=False,
-        )(hidden, head, given, *saved)
+        )(hidden, head, frozen, *saved)
 
     def reduce_head(self, d_rows: Float[Array, "rows D"], width: int) -> Array:
         """Sums over the devices with other tokens; each keeps its `width` columns."""
@@ -326,7 +326,7 @@ def shard_inputs(
     models: Sequence[tuple[Array, Array]],
     mask: Bool[Array, "B C"] | None,
     tokens: PerToken,
-    outcomes: Sequence[Array | None] | None = None,
+    outcomes: tuple[Array | None, ...] | None = None,
     **options: Unpack[LogitOptions],
 ) -> tuple[ShardedTerm, Array, Array, FrozenInputs]:
     """Returns the arguments of `loss_values` and `token_stats`: the term over the first
@@ -337,7 +337,7 @@ def shard_inputs(
             a gradient may flow, and of each teacher; over outcomes, a teacher's head is kept whole.
         mask: where False, hidden states may hold anything, NaN included; None: True everywhere.
         tokens: what the term knows of each token, [B, C, ...] by name.
-        outcomes: as of `FrozenInputs`.
+        outcomes: as in `FrozenInputs`.
     """
     mesh, v, chunk = options.get("mesh"), options.get("v"), options.get("chunk", CHUNK)
     temperature, softcap = options.get("temperature", 1.0), options.get("softcap")
@@ -374,108 +374,107 @@ def shard_inputs(
         ),
         (hidden, mask, tokens, tuple(states for states, _ in teachers)),
     )
-    # The first V rows, and zeros up to a number that `tensor` divides.
     more = -sharded.vocab % sizes.get("tensor", 1)
-    head, of_model, teacher_head = jax.tree.map(
-        lambda x: jnp.pad(x[: sharded.vocab], [(0, more)] + [(0, 0)] * (x.ndim - 1)),
-        (
-            head,
-            None if outcomes is None else jnp.asarray(outcomes[0]),
-            tuple(kernel for _, kernel in teachers) if outcomes is None else (),
-        ),
-    )
-    if outcomes is not None:
-        teacher_head = tuple(kernel for _, kernel in teachers)
-    each = softcap if isinstance(softcap, Sequence) else [softcap]
-    caps = tuple(None if cap is None else jnp.asarray(cap, jnp.float32) for cap in each)
-    given = FrozenInputs(
+
+    def pad_rows(x: Array) -> Array:
+        """Returns the first V rows, and zeros up to a number that `tensor` divides."""
+        return jnp.pad(x[: sharded.vocab], [(0, more)] + [(0, 0)] * (x.ndim - 1))
+
+    head, teacher_head = pad_rows(head), tuple(kernel for _, kernel in teachers)
+    if outcomes is None:
+        teacher_head = tuple(map(pad_rows, teacher_head))
+    else:
+        outcomes = (pad_rows(jnp.asarray(outcomes[0])), *outcomes[1:])
+    softcaps = softcap if isinstance(softcap, Sequence) else [softcap]
+    caps = tuple(None if cap is None else jnp.asarray(cap, jnp.float32) for cap in softcaps)
+    frozen = FrozenInputs(
         mask=mask,
         scale=1 / jnp.asarray(temperature, jnp.float32),
         tokens=tokens,
         softcaps=() if all(cap is None for cap in caps) else caps,
         teacher_hidden=teacher_hidden,
         teacher_head=teacher_head,
-        outcomes=None if outcomes is None else (of_model, *outcomes[1:]),
+        outcomes=outcomes,
     )
-    return sharded, hidden, head, jax.lax.stop_gradient(given)
+    return sharded, hidden, head, jax.lax.stop_gradient(frozen)
 
 
 def token_stats(
     sharded: ShardedTerm,
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
-    given: FrozenInputs,
+    frozen: FrozenInputs,
 ) -> TokenStats:
     """Computes the term's values, and what its gradient needs; leaves are [B, C, ...]."""
 
-    def body(hidden: Array, head: Array, given: FrozenInputs) -> TokenStats:
-        heads, columns = _gather(sharded, hidden, head, given)
+    def body(hidden: Array, head: Array, frozen: FrozenInputs) -> TokenStats:
+        heads, columns = _gather(sharded, hidden, head, frozen)
 
         def step(_: None, chunk: tuple[Array, FrozenInputs]) -> tuple[None, TokenStats]:
-            hidden, given = chunk
-            z, tokens = _logits(hidden, heads, given, columns)
+            hidden, frozen = chunk
+            z, tokens = _logits(hidden, heads, frozen, columns)
             return None, sharded.term.measure(z, tokens, columns)
 
-        return _scan(sharded, step, None, hidden, given)[1]
+        return _scan(sharded, step, None, hidden, frozen)[1]
 
-    return sharded.on_mesh(body, "token", hidden, head, given)
+    return sharded.on_mesh(body, "token", hidden, head, frozen)
 
 
 def fused_gradients(
     sharded: ShardedTerm,
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
-    given: FrozenInputs,
+    frozen: FrozenInputs,
 ) -> tuple[PerToken, Float[Array, "B C D"], Float[Array, "V D"]]:
     """Computes the term's values, and the gradients of the loss's masked sum with respect to hidden
     and head."""
 
-    def body(hidden: Array, head: Array, given: FrozenInputs) -> tuple[PerToken, Array, Array]:
-        heads, columns = _gather(sharded, hidden, head, given)
-        own = heads[0]
+    def body(hidden: Array, head: Array, frozen: FrozenInputs) -> tuple[PerToken, Array, Array]:
+        heads, columns = _gather(sharded, hidden, head, frozen)
+        rows = heads[0]
 
         def step(
             d_rows: Array, chunk: tuple[Array, FrozenInputs]
         ) -> tuple[Array, tuple[PerToken, Array]]:
-            hidden, given = chunk
-            z, tokens = _logits(hidden, heads, given, columns)
+            hidden, frozen = chunk
+            z, tokens = _logits(hidden, heads, frozen, columns)
             values, saved = sharded.term.measure(z, tokens, columns)
             # Else a GPU writes out what both compute of each logit: 4 more passes over them.
             z, tokens = jax.lax.optimization_barrier((z, tokens))
-            dz = _product_gradient(sharded.term.gradient(z, tokens, saved, columns), z, given)
+            dz = _product_gradient(sharded.term.gradient(z, tokens, saved, columns), z, frozen)
             dz = dz.astype(hidden.dtype)
             d_rows = d_rows + _product(dz, hidden, OVER_TOKENS)
-            return d_rows, (values, _product(dz, own, OVER_VOCABULARY))
+            return d_rows, (values, _product(dz, rows, OVER_VOCABULARY))
 
-        start = jnp.zeros(own.shape, jnp.float32)
-        d_rows, (values, d_hidden) = _scan(sharded, step, start, hidden, given)
+        start = jnp.zeros(rows.shape, jnp.float32)
+        d_rows, (values, d_hidden) = _scan(sharded, step, start, hidden, frozen)
         d_hidden = jax.lax.psum(d_hidden, sharded.axes("tensor"))
         d_head = sharded.reduce_head(d_rows, head.shape[1])
         return values, d_hidden.astype(hidden.dtype), d_head.astype(head.dtype)
 
-    return sharded.on_mesh(body, ("token", "token", "head"), hidden, head, given)
+    return sharded.on_mesh(body, ("token", "token", "head"), hidden, head, frozen)
 
 
 def tiled_gradients(
     sharded: ShardedTerm,
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
-    given: FrozenInputs,
+    frozen: FrozenInputs,
     saved: PerToken,
 ) -> tuple[Float[Array, "B C D"], Float[Array, "V D"]]:
     """Computes the gradients of the loss's masked sum with respect to hidden and head, from what
     `token_stats` saved ([B, C, ...])."""
 
     def body(
-        hidden: Array, head: Array, given: FrozenInputs, saved: PerToken
+        hidden: Array, head: Array, frozen: FrozenInputs, saved: PerToken
     ) -> tuple[Array, Array]:
-        heads, columns = _gather(sharded, hidden, head, given)
-        scale, softcaps = given.scale, given.softcaps
-        given = given._replace(scale=None, softcaps=(), teacher_head=(), outcomes=None)
-        flat, given, saved = jax.tree.map(
-            lambda x: x.reshape(-1, *x.shape[2:]), (hidden, given, saved)
+        heads, columns = _gather(sharded, hidden, head, frozen)
+        scale, softcaps = frozen.scale, frozen.softcaps
+        frozen = frozen._replace(scale=None, softcaps=(), teacher_head=(), outcomes=None)
+        flat, frozen, saved = jax.tree.map(
+            lambda x: x.reshape(-1, *x.shape[2:]), (hidden, frozen, saved)
         )
-        given = given._replace(scale=scale, softcaps=softcaps)
+        frozen = frozen._replace(scale=scale, softcaps=softcaps)
         tiles = -(-flat.shape[0] // sharded.chunk)
         size = -(-columns.size // tiles)
         # The gradient of a bfloat16 head is kept as integers: to update a slice of a bfloat16
@@ -485,16 +484,16 @@ def tiled_gradients(
         def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             d_hidden, d_head = carry
             # Without the barrier XLA on CPU makes a float32 copy of bfloat16 heads before the loop.
-            here, i = jax.lax.optimization_barrier((heads, i))
+            whole, i = jax.lax.optimization_barrier((heads, i))
             # The last tile starts early if the tiles do not divide the vocabulary; the columns that
             # it repeats get gradient 0.
             first = jnp.minimum(i * size, columns.size - size)
             rows: _Heads = jax.tree.map(
-                partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size), here
+                partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size), whole
             )
             tile = replace(columns, start=columns.start + first, size=size, axes=())
-            z, tokens = _logits(flat, rows, given, tile)
-            dz = _product_gradient(sharded.term.gradient(z, tokens, saved, tile), z, given)
+            z, tokens = _logits(flat, rows, frozen, tile)
+            dz = _product_gradient(sharded.term.gradient(z, tokens, saved, tile), z, frozen)
             dz = jnp.where((first + jnp.arange(size) >= i * size)[None, :], dz, 0)
             dz = dz.astype(flat.dtype)
             d_tile = sharded.reduce_head(_product(dz, flat, OVER_TOKENS), head.shape[1])
@@ -510,7 +509,7 @@ def tiled_gradients(
         d_hidden = jax.lax.psum(d_hidden, sharded.axes("tensor")).reshape(hidden.shape)
         return d_hidden.astype(hidden.dtype), jax.lax.bitcast_convert_type(d_head, head.dtype)
 
-    return sharded.on_mesh(body, ("token", "head"), hidden, head, given, saved)
+    return sharded.on_mesh(body, ("token", "head"), hidden, head, frozen, saved)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -518,24 +517,24 @@ def loss_values(
     sharded: ShardedTerm,
     hidden: Float[Array, "B C D"],
     head: Float[Array, "V D"],
-    given: FrozenInputs,
+    frozen: FrozenInputs,
 ) -> tuple[Float[Array, ""], PerToken]:
     """Returns (masked sum of the loss, values per token [B, C, ...]). Only the sum is
     differentiable."""
-    values = token_stats(sharded, hidden, head, given).values
-    return jnp.where(given.mask, values["loss"], 0).sum(), values
+    values = token_stats(sharded, hidden, head, frozen).values
+    return jnp.where(frozen.mask, values["loss"], 0).sum(), values
 
 
 def _loss_forward(
-    sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
+    sharded: ShardedTerm, hidden: Array, head: Array, frozen: FrozenInputs
 ) -> tuple[tuple[Array, PerToken], Tree]:
     kept: Tree
     if sharded.lean:
-        values, saved = token_stats(sharded, hidden, head, given)
-        kept = hidden, head, given, saved
+        values, saved = token_stats(sharded, hidden, head, frozen)
+        kept = hidden, head, frozen, saved
     else:
-        values, *kept = fused_gradients(sharded, hidden, head, given)
-    return (jnp.where(given.mask, values["loss"], 0).sum(), values), kept
+        values, *kept = fused_gradients(sharded, hidden, head, frozen)
+    return (jnp.where(frozen.mask, values["loss"], 0).sum(), values), kept
 
 
 def _loss_backward(
@@ -554,13 +553,13 @@ _Heads = tuple[Array, tuple[Array, ...], tuple[Array | None, ...] | None]
 
 
 def _gather(
-    sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
+    sharded: ShardedTerm, hidden: Array, head: Array, frozen: FrozenInputs
 ) -> tuple[_Heads, VocabShard]:
     """Gathers this device's rows at full width, in the dtype of the hidden states they meet; and
     returns which slice of the vocabulary they are."""
     whole = []
-    states = (*given.teacher_hidden, hidden)
-    for kernel, x in zip((*given.teacher_head, head), states, strict=True):
+    states = (*frozen.teacher_hidden, hidden)
+    for kernel, x in zip((*frozen.teacher_head, head), states, strict=True):
         kernel = kernel.astype(x.dtype)
         if kernel.shape[1] != x.shape[-1]:
             kernel = jax.lax.all_gather(kernel, sharded.axes(*WEIGHTS), axis=1, tiled=True)
@@ -569,36 +568,36 @@ def _gather(
     start = jax.lax.axis_index(axes) * rows if axes else 0
     parts = 1 if sharded.mesh is None else sharded.mesh.shape.get("tensor", 1)
     padded = rows * parts > sharded.vocab
-    columns = VocabShard(start, rows, sharded.vocab, padded, axes, given.scale)
-    return (whole[-1], tuple(whole[:-1]), given.outcomes), columns
+    columns = VocabShard(start, rows, sharded.vocab, padded, axes, frozen.scale)
+    return (whole[-1], tuple(whole[:-1]), frozen.outcomes), columns
 
 
 def _logits(
-    hidden: Array, heads: _Heads, given: FrozenInputs, columns: VocabShard
+    hidden: Array, all_heads: _Heads, frozen: FrozenInputs, columns: VocabShard
 ) -> tuple[Array, PerToken]:
-    own, theirs, outcomes = heads
-    cap, *their_caps = given.softcaps or (None,) * (1 + len(theirs))
-    z = columns.logits(hidden, own, cap)
-    tokens = given.tokens if outcomes is None else given.tokens | {"outcomes": outcomes}
-    if not theirs:
+    student_head, heads, outcomes = all_heads
+    cap, *caps = frozen.softcaps or (None,) * (1 + len(heads))
+    z = columns.logits(hidden, student_head, cap)
+    tokens = frozen.tokens if outcomes is None else frozen.tokens | {"outcomes": outcomes}
+    if not heads:
         return z, tokens
     teacher_z = tuple(
         columns.logits(hidden, head, cap)
-        for hidden, head, cap in zip(given.teacher_hidden, theirs, their_caps, strict=True)
+        for hidden, head, cap in zip(frozen.teacher_hidden, heads, caps, strict=True)
     )
     return z, tokens | {"teacher_z": teacher_z}
 
 
 def _product_gradient(
-    dz: Float[Array, "n size"], z: Float[Array, "n size"], given: FrozenInputs
+    dz: Float[Array, "n size"], z: Float[Array, "n size"], frozen: FrozenInputs
 ) -> Float[Array, "n size"]:
     """Converts the gradient with respect to the logits `z` over the temperature to the one with
     respect to hidden @ head.T; 0 where masked, even if the gradient there is NaN."""
-    dz = dz * given.scale
-    if given.softcaps and given.softcaps[0] is not None:
-        tanh = jnp.clip(z / given.softcaps[0], -1, 1)  # columns of MIN: -1
+    dz = dz * frozen.scale
+    if frozen.softcaps and frozen.softcaps[0] is not None:
+        tanh = jnp.clip(z / frozen.softcaps[0], -1, 1)  # columns of MIN: -1
         dz = dz * (1 - tanh**2)
-    return jnp.where(given.mask[:, None], dz, 0)
+    return jnp.where(frozen.mask[:, None], dz, 0)
 
 
 _product = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
@@ -609,15 +608,19 @@ OVER_VOCABULARY = (((1,), (0,)), ((), ()))
 
 
 def _scan(
-    sharded: ShardedTerm, step: Callable[..., Tree], start: Tree, hidden: Array, given: FrozenInputs
+    sharded: ShardedTerm,
+    step: Callable[..., Tree],
+    start: Tree,
+    hidden: Array,
+    frozen: FrozenInputs,
 ) -> Tree:
-    """Runs `step` over chunks of the tokens of hidden and given, the last one padded with masked
+    """Runs `step` over chunks of the tokens of hidden and frozen, the last one padded with masked
     tokens. Returns the last carry, and the results of all tokens, [b, C, ...]."""
     shape = hidden.shape[:2]
     tokens = math.prod(shape)
     chunk = min(sharded.chunk, tokens)
     count = -(-tokens // chunk)
-    of_tokens = given._replace(scale=None, softcaps=(), teacher_head=(), outcomes=None)
+    of_tokens = frozen._replace(scale=None, softcaps=(), teacher_head=(), outcomes=None)
     leaves, form = jax.tree.flatten((hidden, of_tokens))
     chunks = []
     for x in leaves:
@@ -626,7 +629,7 @@ def _scan(
         chunks.append(x.reshape(count, chunk, *x.shape[1:]))
     hidden, of_tokens = jax.tree.unflatten(form, chunks)
     scale, softcaps = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (count,)), (given.scale, given.softcaps)
+        lambda x: jnp.broadcast_to(x, (count,)), (frozen.scale, frozen.softcaps)
     )
     inputs = hidden, of_tokens._replace(scale=scale, softcaps=softcaps)
     carry, results = jax.lax.scan(step, start, inputs)

@@ -26,14 +26,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxrl.errors import unknown
-from jaxrl.losses.policy import (
-    MAX_LOG_RATIO,
-    finite_exp,
-    kl_estimates,
-    masked_values,
-    mean_over_tokens,
-    token_metric,
-)
+from jaxrl.losses import policy
 from jaxrl.types import Array, Sums
 
 Correction = Callable[[Array, Array], Array]
@@ -44,7 +37,7 @@ CAP = 2.0
 
 def tis_token(log_rho: Array, mask: Array, cap: float = CAP) -> Array:
     """Returns min(rho_t, cap): truncated importance sampling of each token."""
-    return jnp.minimum(finite_exp(log_rho), cap)
+    return jnp.minimum(policy.finite_exp(log_rho), cap)
 
 
 def tis_sequence(log_rho: Array, mask: Array, cap: float = CAP) -> Array:
@@ -54,12 +47,12 @@ def tis_sequence(log_rho: Array, mask: Array, cap: float = CAP) -> Array:
     for thousands of tokens, `tis_token` or `sequence_geo_mask` keep more of the batch.
     """
     whole = jnp.where(mask, log_rho, 0).sum(-1)
-    return jnp.broadcast_to(jnp.minimum(finite_exp(whole), cap)[:, None], log_rho.shape)
+    return jnp.broadcast_to(jnp.minimum(policy.finite_exp(whole), cap)[:, None], log_rho.shape)
 
 
 def icepop(log_rho: Array, mask: Array, low: float = 0.5, high: float = 5.0) -> Array:
     """Returns rho_t where low <= rho_t <= high, else 0: tokens that disagree do not train."""
-    rho = finite_exp(log_rho)
+    rho = policy.finite_exp(log_rho)
     return jnp.where((rho >= low) & (rho <= high), rho, 0)
 
 
@@ -70,16 +63,16 @@ def sequence_mask(log_rho: Array, mask: Array, cap: float = CAP) -> Array:
     near 1: `sequence_geo_mask` judges sequences of any length alike.
     """
     whole = jnp.where(mask, log_rho, 0).sum(-1)
-    weight = jnp.where(whole <= jnp.log(cap), finite_exp(whole), 0)
+    weight = jnp.where(whole <= jnp.log(cap), policy.finite_exp(whole), 0)
     return jnp.broadcast_to(weight[:, None], log_rho.shape)
 
 
 def sequence_geo_mask(log_rho: Array, mask: Array, threshold: float = 0.1) -> Array:
     """Returns 1 where |mean_t log rho_t| <= threshold (nats a token), else 0, for whole sequences.
 
-    Of the *mean* log-ratio: a sum grows with length and would drop the long sequences.
+    The *mean* log-ratio decides: a sum grows with length and would drop the long sequences.
     """
-    agrees = jnp.abs(mean_over_tokens(log_rho, mask)) <= threshold
+    agrees = jnp.abs(policy.mean_over_tokens(log_rho, mask)) <= threshold
     return jnp.broadcast_to(agrees[:, None].astype(log_rho.dtype), log_rho.shape)
 
 
@@ -126,9 +119,9 @@ def make_correction(names: str | Sequence[str], **settings: float | None) -> Cor
             f"the off-policy corrections {' and '.join(chosen)} would correct twice: use one of"
             f" them, and optionally {' or '.join(MASKS)}"
         )
-    given = {key: value for key, value in settings.items() if value is not None}
+    stated = {key: value for key, value in settings.items() if value is not None}
     every = [key for name in chosen for key in LIMITS[name]]
-    for key in given:
+    for key in stated:
         if key not in every:
             has = f"it has {' and '.join(every)}" if every else "it has none"
             raise ValueError(
@@ -136,8 +129,8 @@ def make_correction(names: str | Sequence[str], **settings: float | None) -> Cor
             )
     parts: list[Correction] = []
     for name in chosen:
-        own = {key: given[key] for key in LIMITS[name] if key in given}
-        for key, value in own.items():
+        options = {key: stated[key] for key in LIMITS[name] if key in stated}
+        for key, value in options.items():
             least, most, words = LIMITS[name][key]
             if not least <= value <= most:
                 raise ValueError(
@@ -145,7 +138,7 @@ def make_correction(names: str | Sequence[str], **settings: float | None) -> Cor
                 )
         weights = CORRECTIONS[name]
         if weights is not None:
-            parts.append(partial(weights, **own))
+            parts.append(partial(weights, **options))
     if not parts:
         return None
 
@@ -187,19 +180,22 @@ def correct(
     """
     mask = jnp.asarray(mask).astype(bool)
     old, sampler = (
-        jax.lax.stop_gradient(masked_values(x, mask)) for x in (old_logprobs, sampler_logprobs)
+        jax.lax.stop_gradient(policy.masked_values(x, mask))
+        for x in (old_logprobs, sampler_logprobs)
     )
     gap = old - sampler
-    log_rho = jnp.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    rho = finite_exp(log_rho)
+    log_rho = jnp.clip(gap, -policy.MAX_LOG_RATIO, policy.MAX_LOG_RATIO)
+    rho = policy.finite_exp(log_rho)
     weights = jnp.ones_like(log_rho) if correction is None else correction(log_rho, mask)
     weights = jnp.where(mask, weights, 0)
     sums = {
-        "mismatch_k3": token_metric(kl_estimates(jnp.zeros_like(log_rho), log_rho)["k3"], mask),
-        "mismatch_rho": token_metric(rho, mask),
-        "mismatch_rho_squared": token_metric(jnp.square(rho), mask),
-        "correction_weight": token_metric(weights, mask),
-        "correction_dropped": token_metric(weights == 0, mask),
+        "mismatch_k3": policy.token_metric(
+            policy.kl_estimates(jnp.zeros_like(log_rho), log_rho)["k3"], mask
+        ),
+        "mismatch_rho": policy.token_metric(rho, mask),
+        "mismatch_rho_squared": policy.token_metric(jnp.square(rho), mask),
+        "correction_weight": policy.token_metric(weights, mask),
+        "correction_dropped": policy.token_metric(weights == 0, mask),
     }
     return Corrected(weights, sums, {"mismatch_max_log_ratio": jnp.abs(gap).max(initial=0)})
 

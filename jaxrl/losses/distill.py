@@ -8,7 +8,8 @@ top1_agreement, which are [B, C], one for each token. Gradients flow to the stud
 and head; metrics carry none. Masked positions never affect a result, not even if they hold NaN.
 
 Common arguments:
-    beta: static; as of `divergence.generalised_jsd`.
+    beta: static; as in `divergence.generalised_jsd`.
+    divergence: static and hashable, in place of the generalised JSD, with metrics of the same kind.
     options: `LogitOptions`; `losses/chunked.py` says what the mesh splits. Two heads with different
         numbers of rows are cut to the first V = min(rows), which moves rows between devices at
         every call: cut a frozen head beforehand.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Unpack, cast
+from typing import TypedDict, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +40,29 @@ from jaxrl.losses.chunked import (
 )
 from jaxrl.losses.divergence import (
     MIN,
+    Divergence,
     EntropyAware,
+    GeneralisedJsd,
     LossSums,
+    SummedDivergence,
     generalised_jsd,
     logits_gradient,
     masked_sum,
 )
 from jaxrl.losses.head import TeacherMixture, mixture_logits, normalisers
+from jaxrl.process.plugin import BoundFunction
 from jaxrl.types import Array, Uncertainty
+
+OwnMetrics = tuple[tuple[str, SummedDivergence], ...]
+"""Name -> what is measured as a divergence is, and has no gradient."""
+
+
+class Measures(TypedDict):
+    """What is measured between a student and a teacher."""
+
+    beta: float
+    divergence: Divergence | None
+    own_metrics: OwnMetrics
 
 
 class PairOptions(LogitOptions, total=False):
@@ -64,6 +80,8 @@ def divergence_from_hidden(
     mask: Bool[Array, "B C"],
     *,
     beta: float,
+    divergence: Divergence | None = None,
+    own_metrics: OwnMetrics = (),
     entropy_aware: EntropyAware | None = None,
     mixture: TeacherMixture | None = None,
     **options: Unpack[PairOptions],
@@ -88,8 +106,10 @@ def divergence_from_hidden(
     teachers = [(teacher_hidden, teacher_head)]
     if isinstance(teacher_hidden, Sequence):
         teachers = list(zip(teacher_hidden, teacher_head, strict=True))
+    kind = None if mixture is None else mixture.kind
+    how = GeneralisedJsd(beta) if divergence is None else divergence
     return divergence_sums(
-        FullDivergence(beta, entropy_aware, None if mixture is None else mixture.kind),
+        FullDivergence(how, entropy_aware, kind, own_metrics),
         [(student_hidden, student_head), *teachers],
         mask,
         {} if mixture is None else {"weights": mixture.weights},
@@ -114,6 +134,8 @@ def topk_divergence_from_hidden(
     mask: Bool[Array, "B C"],
     *,
     beta: float,
+    divergence: Divergence | None = None,
+    own_metrics: OwnMetrics = (),
     **options: Unpack[LogitOptions],
 ) -> LossSums:
     """Computes the generalised JSD over K + 1 outcomes: the K ids, and the tail bucket of all the
@@ -132,7 +154,8 @@ def topk_divergence_from_hidden(
     """
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
     models = [(student_hidden, student_head)]
-    return divergence_sums(TopKDivergence(beta), models, mask, tokens, **options)
+    how = GeneralisedJsd(beta) if divergence is None else divergence
+    return divergence_sums(TopKDivergence(how, own_metrics), models, mask, tokens, **options)
 
 
 def entropy_aware_from_topk(
@@ -184,19 +207,19 @@ def divergence_sums(
     models: Sequence[tuple[Array, Array]],
     mask: Array,
     tokens: PerToken,
-    outcomes: Sequence[Array | None] | None = None,
+    outcomes: tuple[Array | None, ...] | None = None,
     **options: Unpack[LogitOptions],
 ) -> LossSums:
-    """Computes a divergence chunk by chunk and sums it over `mask`. Arguments as of
+    """Computes a divergence chunk by chunk and sums it over `mask`. Arguments as in
     `chunked.shard_inputs`: the student is the first of the models."""
     inputs = shard_inputs(term, models, mask, tokens, outcomes, **options)
     total, values = loss_values(*inputs)
-    given = inputs[-1]
+    frozen = inputs[-1]
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
     count = mask.astype(jnp.float32).sum()
-    metrics = {k: (masked_sum(x, given.mask), count) for k, x in values.items()}
+    metrics = {k: (masked_sum(x, frozen.mask), count) for k, x in values.items()}
     ones, real = mask.astype(count.dtype), (slice(mask.shape[0]), slice(mask.shape[1]))
-    for name in ("divergence", "top1_agreement"):
+    for name in {"divergence", "top1_agreement"} & values.keys():
         metrics[name] = (jnp.where(mask, values[name][real], 0).astype(count.dtype), ones)
     return total, count, metrics
 
@@ -205,27 +228,31 @@ def divergence_sums(
 class FullDivergence(Term):
     """Divergence over the full vocabulary, from z [n, V] and the teachers' `teacher_z` [n, V]."""
 
-    beta: float
+    divergence: Divergence
     entropy_aware: EntropyAware | None
     mixture: MixtureKind | None = None
+    own_metrics: OwnMetrics = ()
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         saved: PerToken = {}
         if self.mixture is not None:
             saved["teachers"] = normalisers(self.mixture, tokens["teacher_z"], columns)
-        teacher_z, theirs = self._teacher(tokens, saved, columns)
-        normaliser, teacher_normaliser = columns.normaliser(z), theirs.normaliser(teacher_z)
+        teacher_z, teacher_columns = self._teacher(tokens, saved, columns)
+        normaliser = columns.normaliser(z)
+        teacher_normaliser = teacher_columns.normaliser(teacher_z)
         student = columns.logprobs(z, normaliser)
-        teacher = theirs.logprobs(teacher_z, teacher_normaliser)
-        divergence, centre = generalised_jsd(student, teacher, self.beta, columns.total)
+        teacher = teacher_columns.logprobs(teacher_z, teacher_normaliser)
+        divergence, centre = self.divergence.value(student, teacher, columns.total)
         teacher_at_best = jnp.where(z == normaliser.peak[:, None], teacher_z, MIN)
         values = {
             "loss": divergence,
             "divergence": divergence,
             "top1_agreement": columns.peak(teacher_at_best) == teacher_normaliser.peak,
             "student_entropy": columns.entropy(z, normaliser),
-            "teacher_entropy": theirs.entropy(teacher_z, teacher_normaliser),
+            "teacher_entropy": teacher_columns.entropy(teacher_z, teacher_normaliser),
         }
+        for name, metric in self.own_metrics:
+            values[name] = metric.value(student, teacher, columns.total)[0]
         saved |= {"student": normaliser, "teacher": teacher_normaliser, "centre": centre}
         term = self.entropy_aware
         if term is None:
@@ -237,7 +264,7 @@ class FullDivergence(Term):
             )
         _, ids = columns.topk(teacher_z, term.top_k)
         listed, others = add_tail(z, normaliser, ids, columns)
-        wanted, _ = add_tail(teacher_z, teacher_normaliser, ids, theirs)
+        wanted, _ = add_tail(teacher_z, teacher_normaliser, ids, teacher_columns)
         divergence, centre = generalised_jsd(listed, wanted, beta=0)
         gate = values["teacher_entropy"] >= term.threshold
         weight = jnp.where(gate, term.coef, 0.0)
@@ -248,9 +275,9 @@ class FullDivergence(Term):
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         student = columns.logprobs(z, saved["student"])
-        teacher_z, theirs = self._teacher(tokens, saved, columns)
-        teacher = theirs.logprobs(teacher_z, saved["teacher"])
-        dz = logits_gradient(student, teacher, saved["centre"], self.beta)
+        teacher_z, teacher_columns = self._teacher(tokens, saved, columns)
+        teacher = teacher_columns.logprobs(teacher_z, saved["teacher"])
+        dz = self.divergence.gradient(student, teacher, saved["centre"])
         if self.entropy_aware is None:
             return dz
         return dz + spread_tail(z, saved["ids"], saved["gradient"], saved["others"], columns)
@@ -261,8 +288,52 @@ class FullDivergence(Term):
         """Returns the teacher's logits [n, size], and their columns."""
         if self.mixture is None:
             return tokens["teacher_z"][0], columns
-        given = tokens["teacher_z"], tokens["weights"], saved["teachers"]
-        return mixture_logits(self.mixture, *given, columns)
+        z, weights = tokens["teacher_z"], tokens["weights"]
+        return mixture_logits(self.mixture, z, weights, saved["teachers"], columns)
+
+
+@dataclass(frozen=True)
+class OwnSent(Term):
+    """What a teacher sends of a token by a user's function; without a gradient."""
+
+    send: BoundFunction
+
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
+        logprobs = columns.logprobs(z, columns.normaliser(z))
+        return TokenStats(self.send(logprobs=logprobs, tokens=tokens["ids"]), {})
+
+
+@dataclass(frozen=True)
+class OwnLoss(Term):
+    """A user's function of the student's log-probs [n, V] and of what the teacher sent. All of the
+    vocabulary must be on one device."""
+
+    function: BoundFunction
+
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
+        normaliser = columns.normaliser(z)
+        loss = self._loss(columns.logprobs(z, normaliser), tokens)
+        return TokenStats({"loss": loss, "divergence": loss}, {"student": normaliser})
+
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
+        student = columns.logprobs(z, saved["student"])
+        loss, pull = jax.vjp(lambda x: self._loss(x, tokens), student)
+        slope = pull(jnp.ones_like(loss))[0]
+        return slope - jnp.exp(student) * slope.sum(-1, keepdims=True)
+
+    def _loss(self, logprobs: Array, tokens: PerToken) -> Array:
+        sent = {name: value for name, value in tokens.items() if name != "ids"}
+        loss = self.function(logprobs=logprobs, tokens=tokens["ids"], sent=sent)
+        if loss.shape != logprobs.shape[:1]:
+            raise self.function.wrong(
+                f"returns an array of shape {loss.shape} for {len(logprobs)} tokens: one loss of"
+                " each is needed"
+            )
+        return loss
+
+
+def _over_outcomes(x: Array) -> Array:
+    return x.sum(-1)
 
 
 @dataclass(frozen=True)
@@ -270,14 +341,15 @@ class TopKDivergence(Term):
     """Divergence over K + 1 outcomes. `tokens` has ids [n, K], logprobs [n, K] and tail [n], in
     nats, of the teacher."""
 
-    beta: float
+    divergence: Divergence
+    own_metrics: OwnMetrics = ()
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         ids, normaliser = tokens["ids"], columns.normaliser(z)
         student, others = add_tail(z, normaliser, ids, columns)
         teacher = jnp.concatenate([tokens["logprobs"], tokens["tail"][:, None]], -1)
         teacher = jnp.maximum(teacher.astype(jnp.float32), MIN)
-        divergence, centre = generalised_jsd(student, teacher, self.beta)
+        divergence, centre = self.divergence.value(student, teacher, _over_outcomes)
         best = jnp.argmax(teacher[:, :-1], -1, keepdims=True)
         values = {
             "loss": divergence,
@@ -285,10 +357,12 @@ class TopKDivergence(Term):
             "teacher_tail_mass": jnp.exp(teacher[:, -1]),
             "student_tail_mass": jnp.exp(student[:, -1]),
             "student_entropy": columns.entropy(z, normaliser),
-            "top1_agreement": columns.at(z, jnp.take_along_axis(ids, best, -1))[:, 0]
+            "top1_agreement": columns.values_at(z, jnp.take_along_axis(ids, best, -1))[:, 0]
             == normaliser.peak,
         }
-        gradient = logits_gradient(student, teacher, centre, self.beta)
+        for name, metric in self.own_metrics:
+            values[name] = metric.value(student, teacher, _over_outcomes)[0]
+        gradient = self.divergence.gradient(student, teacher, centre)
         return TokenStats(values, {"gradient": gradient, "others": others})
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Shaped
 
+from jaxrl.process.plugin import BoundFunction
 from jaxrl.types import Array, Sums
 
 LossSums = tuple[Float[Array, ""], Float[Array, ""], Sums]
@@ -48,7 +50,7 @@ def masked_sum(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float
     return jnp.where(mask, x, 0).astype(jnp.float32).sum()
 
 
-def _over_mixture(student: Array, teacher: Array, beta: float) -> tuple[Array, Array]:
+def _logs_over_mixture(student: Array, teacher: Array, beta: float) -> tuple[Array, Array]:
     """Returns (log Q - log M, log P - log M).
 
     log M = logaddexp(log1p(-beta) + log Q, log(beta) + log P), taken out of both differences by
@@ -96,7 +98,7 @@ def generalised_jsd(
     if beta == 1:
         reverse = total(jnp.where(q > 0, q * (student - teacher), 0))
         return reverse, reverse
-    q_over_m, p_over_m = _over_mixture(student, teacher, beta)
+    q_over_m, p_over_m = _logs_over_mixture(student, teacher, beta)
     centre = total(jnp.where(q > 0, q * q_over_m, 0))
     return beta * total(jnp.where(p > 0, p * p_over_m, 0)) + (1 - beta) * centre, centre
 
@@ -117,8 +119,100 @@ def logits_gradient(
         return q * centre - jnp.exp(teacher)
     if beta == 1:
         return q * (student - teacher - centre)
-    q_over_m, _ = _over_mixture(student, teacher, beta)
+    q_over_m, _ = _logs_over_mixture(student, teacher, beta)
     return (1 - beta) * q * (q_over_m - centre)
+
+
+@runtime_checkable
+class Divergence(Protocol):
+    """A divergence of a student from a teacher, of log-probs in nats, not below `MIN`. Hashable.
+
+    The outcomes may be spread over devices, and the gradient may be asked for some of them at a
+    time: what is known of all of them is computed by `total`, and passed on.
+    """
+
+    def value(
+        self, student: Array, teacher: Array, total: Callable[[Array], Array]
+    ) -> tuple[Array, Array]:
+        """Computes D, nats, and what `gradient` needs of it, each [*rows].
+
+        Args:
+            student, teacher: [*rows, V].
+            total: sums over V.
+        """
+        ...
+
+    def gradient(self, student: Array, teacher: Array, centre: Array) -> Array:
+        """Computes dD / dz [*rows, V], where the student's log-probs are the log-softmax of z."""
+        ...
+
+
+@dataclass(frozen=True)
+class GeneralisedJsd:
+    """`generalised_jsd` as a `Divergence`."""
+
+    beta: float
+
+    def value(
+        self, student: Array, teacher: Array, total: Callable[[Array], Array]
+    ) -> tuple[Array, Array]:
+        return generalised_jsd(student, teacher, self.beta, total)
+
+    def gradient(self, student: Array, teacher: Array, centre: Array) -> Array:
+        return logits_gradient(student, teacher, centre, self.beta)
+
+
+@dataclass(frozen=True)
+class SummedDivergence:
+    """D = sum over outcomes of f(log Q, log P), of a function f that is differentiated.
+
+    Where both are impossible an outcome adds 0.
+    """
+
+    summands: BoundFunction
+    """(student, teacher), each [*rows, V] -> [*rows, V]; an outcome's depends on itself alone."""
+
+    def value(
+        self, student: Array, teacher: Array, total: Callable[[Array], Array]
+    ) -> tuple[Array, Array]:
+        summands, slope = self._differentiated(student, teacher)
+        return total(summands), total(slope)
+
+    def gradient(self, student: Array, teacher: Array, centre: Array) -> Array:
+        """Computes f' - Q sum f', f' being the derivative in log Q."""
+        _, slope = self._differentiated(student, teacher)
+        return slope - jnp.exp(student) * centre[..., None]
+
+    def _differentiated(self, student: Array, teacher: Array) -> tuple[Array, Array]:
+        def summands(student: Array) -> Array:
+            return self.summands(student=student, teacher=teacher)
+
+        values, pull = jax.vjp(summands, student)
+        if values.shape != student.shape:
+            raise self.summands.wrong(
+                f"returns an array of shape {values.shape} for log-probs of shape {student.shape}:"
+                " it must return what each token of the vocabulary adds, which jaxrl sums up"
+            )
+        possible = (jnp.exp(student) > 0) | (jnp.exp(teacher) > 0)
+        slope = pull(jnp.ones_like(values))[0]
+        return jnp.where(possible, values, 0), jnp.where(possible, slope, 0)
+
+
+def make_divergence(own: BoundFunction) -> Divergence:
+    """Returns the divergence of a user's function or class (`AlgorithmSpec.divergence`).
+
+    Raises:
+        UserError: a class makes what is no `Divergence`.
+    """
+    if not isinstance(own.call, type):
+        return SummedDivergence(own)
+    made = own()
+    if not isinstance(made, Divergence):
+        raise own.wrong(
+            "must have the methods value(student, teacher, total) and gradient(student, teacher,"
+            " centre), as losses.divergence.Divergence has them"
+        )
+    return made
 
 
 def clamped_gap(
@@ -126,8 +220,7 @@ def clamped_gap(
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """Returns clamp(log Q - log P, +-20), nats, and where it is clamped; 0 and False where masked.
     No gradient. A token beyond the teacher's vocabulary, or one that a served teacher reports as
-    impossible, has a gap of thousands of nats or more.
-    """
+    impossible, has a gap of thousands of nats or more."""
     gap = jax.lax.stop_gradient(jnp.where(mask, logprobs - teacher_logprobs, 0))
     return jnp.clip(gap, -MAX_GAP, MAX_GAP), jnp.abs(gap) > MAX_GAP
 

@@ -1,5 +1,5 @@
 """Log-probs from hidden states: of given tokens, of the top k, at given ids; never [B, C, V].
-Of one model, or of several teachers as one.
+The states are those of one model, or of several teachers that are combined.
 
 Everywhere: hidden [B, C, D] is the state that predicts the token (shifted by the caller), head [V,
 D] the LM head or the tied embedding, logits = hidden @ head.T / temperature in float32; with a
@@ -47,7 +47,7 @@ from jaxrl.losses.normaliser import Normaliser
 from jaxrl.types import Array, Tree
 
 Logits = tuple[Float[Array, "n size"], ...]
-"""Of each teacher."""
+"""One array for each teacher."""
 
 
 class TeacherMixture(NamedTuple):
@@ -62,18 +62,18 @@ def normalisers(kind: MixtureKind, logits: Logits, columns: VocabShard) -> Norma
     """Computes the normalisers [n, K] of teachers' logits over the whole vocabulary; of the kind
     geometric, to which constants do not matter, with a log_sum of 0."""
     if kind == "arithmetic":
-        each = [columns.normaliser(z) for z in logits]
+        by_teacher = [columns.normaliser(z) for z in logits]
     else:
         peaks = [columns.peak(z) for z in logits]
-        each = [Normaliser(peak, jnp.zeros_like(peak)) for peak in peaks]
-    return Normaliser(*(jnp.stack(parts, -1) for parts in zip(*each, strict=True)))
+        by_teacher = [Normaliser(peak, jnp.zeros_like(peak)) for peak in peaks]
+    return Normaliser(*(jnp.stack(parts, -1) for parts in zip(*by_teacher, strict=True)))
 
 
 def mixture_logits(
     kind: MixtureKind,
     logits: Logits,
     weights: Float[Array, "n K"],
-    given: Normaliser,
+    normaliser: Normaliser,
     columns: VocabShard,
 ) -> tuple[Float[Array, "n size"], VocabShard]:
     """Returns logits of the combined distribution, up to a constant for each token, and their
@@ -81,12 +81,13 @@ def mixture_logits(
     logits.
 
     Args:
-        given: from `normalisers`, over the whole vocabulary; the logits may be a tile of it.
+        normaliser: from `normalisers`, over the whole vocabulary; the logits may be a tile of it.
     """
     shares, logprobs = [], []
     for k, z in enumerate(logits):
         shares.append(weights[:, k, None])
-        logprobs.append(columns.logprobs(z, Normaliser(given.peak[:, k], given.log_sum[:, k])))
+        teacher = Normaliser(normaliser.peak[:, k], normaliser.log_sum[:, k])
+        logprobs.append(columns.logprobs(z, teacher))
     if kind == "arithmetic":
         both = log_mixture(logprobs, shares)
     else:
@@ -123,8 +124,8 @@ class MixtureTerm(Term):
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         logits = (z, *tokens.get("teacher_z", ()))
-        given = normalisers(self.kind, logits, columns)
-        both, columns = mixture_logits(self.kind, logits, tokens["weights"], given, columns)
+        normaliser = normalisers(self.kind, logits, columns)
+        both, columns = mixture_logits(self.kind, logits, tokens["weights"], normaliser, columns)
         return self.term.measure(both, tokens, columns)
 
 
@@ -171,9 +172,9 @@ def logprobs_and_entropy_from_hidden(
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
     """Computes `logprobs_from_hidden`, and the entropy of each position in nats; both
     differentiable."""
-    term, each = _TokenLogprob(entropy=True), {"ids": tokens}
-    found = token_values(term, hidden, head, each, mask, **options)
-    return found["logprobs"], found["entropy"]
+    term = _TokenLogprob(entropy=True)
+    values = token_values(term, hidden, head, {"ids": tokens}, mask, **options)
+    return values["logprobs"], values["entropy"]
 
 
 def topk_from_hidden(
@@ -206,7 +207,7 @@ def logprobs_at(
     """Computes the log-probs of K distinct ids, and of all other tokens together, in nats. No
     gradient.
 
-    The teacher's answer to the student's top k (`student_topk`). Arguments as of
+    The teacher's answer to the student's top k (`student_topk`). Arguments as in
     `topk_from_hidden`.
     """
     values = term_values(_AtIds(), hidden, head, {"ids": ids}, mixture, **options)
@@ -262,24 +263,24 @@ class _AtIds(Term):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_values(
-    sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
+    sharded: ShardedTerm, hidden: Array, head: Array, frozen: FrozenInputs
 ) -> PerToken:
-    return token_stats(sharded, hidden, head, given).values
+    return token_stats(sharded, hidden, head, frozen).values
 
 
 def _token_forward(
-    sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
+    sharded: ShardedTerm, hidden: Array, head: Array, frozen: FrozenInputs
 ) -> tuple[PerToken, Tree]:
-    values, saved = token_stats(sharded, hidden, head, given)
-    return values, (hidden, head, given, saved)
+    values, saved = token_stats(sharded, hidden, head, frozen)
+    return values, (hidden, head, frozen, saved)
 
 
 def _token_backward(
     sharded: ShardedTerm, kept: Tree, cotangents: PerToken
 ) -> tuple[Array, Array, None]:
-    hidden, head, given, saved = kept
-    tokens = given.tokens | {f"d_{name}": value for name, value in cotangents.items()}
-    return *tiled_gradients(sharded, hidden, head, given._replace(tokens=tokens), saved), None
+    hidden, head, frozen, saved = kept
+    tokens = frozen.tokens | {f"d_{name}": value for name, value in cotangents.items()}
+    return *tiled_gradients(sharded, hidden, head, frozen._replace(tokens=tokens), saved), None
 
 
 _token_values.defvjp(_token_forward, _token_backward)
@@ -298,7 +299,7 @@ def token_values(
 
     Args:
         tokens: what the term knows of each token: its id under "ids", and more.
-        outcomes: as of `FrozenInputs`.
+        outcomes: as in `FrozenInputs`.
     """
     b, c = tokens["ids"].shape
     inputs = shard_inputs(term, [(hidden, head)], mask, tokens, outcomes, **options)
@@ -318,7 +319,7 @@ def term_values(
     """Computes the term's values on one model's logits, or on those of a mixture. No gradient.
 
     Args:
-        outcomes: as of `FrozenInputs`.
+        outcomes: as in `FrozenInputs`.
     """
     models: list[tuple[Array, Array]] = [(hidden, head)]
     if isinstance(hidden, Sequence):

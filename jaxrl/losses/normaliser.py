@@ -22,7 +22,7 @@ Scale = Float[Array, ""] | float
 
 
 class Normaliser(NamedTuple):
-    """Of rows of logits."""
+    """The normalisers of rows of logits."""
 
     peak: Float[Array, "*rows"]
     """The largest logit."""

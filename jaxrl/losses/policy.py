@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -27,8 +28,9 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from jaxrl.errors import unknown
-from jaxrl.losses.algorithm_table import PolicyLoss
+from jaxrl.losses.algorithm_table import OWN, TERM, PolicyLoss, parameters_of
 from jaxrl.losses.divergence import MAX_GAP, MIN, LossSums
+from jaxrl.process.plugin import BoundFunction, bind_arguments
 from jaxrl.types import Array, Sums
 
 MAX_LOG_RATIO = 20.0
@@ -115,6 +117,12 @@ class Tokens(NamedTuple):
     """d, nats."""
     advantages: Float[Array, "B T"]
     mask: Bool[Array, "B T"]
+    entropy: Float[Array, "B T"] | None = None
+    """Of the policy in training at each position, nats, at the sampling temperature; its gradient
+    flows. None: the caller of `policy_loss` has none."""
+    ref_logprobs: Float[Array, "B T"] | None = None
+    """Under the reference, nats, no gradient. None unless the algorithm reads it
+    (`AlgorithmSpec.reads_reference`) or `policy.kl_coef` is above 0."""
 
 
 class TermOutput(NamedTuple):
@@ -134,7 +142,7 @@ class TermOutput(NamedTuple):
 Level = Callable[[Float[Array, "B T"], Tokens], Float[Array, "B T"]]
 """(log-ratio of each token, tokens) -> log-ratio at some level, at every token."""
 PolicyTerm = Callable[[Tokens, Level], TermOutput]
-"""What is maximised at each token: `Clipped`, `Capped`, `Soft`, `LogClipped` or one's own."""
+"""What is maximised at each token: `Clipped`, `Capped`, `Soft`, `LogClipped` or the user's own."""
 
 
 def _token_level(log_ratio: Array, tokens: Tokens) -> Array:
@@ -310,13 +318,13 @@ def make_objective(
     """
     if isinstance(loss.term, str) and loss.term not in TERMS:
         raise unknown("term of a policy loss", loss.term, TERMS)
-    given = {key: value for key, value in settings.items() if value is not None}
+    changes = {key: value for key, value in settings.items() if value is not None}
     make = TERMS[loss.term] if isinstance(loss.term, str) else loss.term
-    known = list(inspect.signature(make).parameters)
-    for key in given:
+    known = [name for name in inspect.signature(make).parameters if name not in TERM]
+    for key in changes:
         if key not in known:
             raise ValueError(
-                f"{key} is no setting of this policy loss: it has {' and '.join(known)}"
+                f"{key} is no setting of this policy loss: it has {' and '.join(known) or 'none'}"
             )
     name = loss.aggregation if aggregation is None else aggregation
     if name not in AGGREGATIONS:
@@ -328,10 +336,17 @@ def make_objective(
             "set aggregation=sum_over_constant, or leave constant out"
         )
     if isinstance(chosen, SumOverConstant):
-        given_or_own = constant if constant is not None else loss.constant
-        chosen = SumOverConstant(1.0 if given_or_own is None else given_or_own)
+        divisor = constant if constant is not None else loss.constant
+        chosen = SumOverConstant(1.0 if divisor is None else divisor)
     level = loss.ratio if ratio is None else ratio
-    return Objective(make(**(dict(loss.settings) | given)), level, chosen)
+    settings = dict(loss.settings) | changes
+    if isinstance(loss.term, str):
+        return Objective(make(**settings), level, chosen)
+    is_term = not inspect.isclass(make) and {*TERM} <= parameters_of(make)
+    own = bind_arguments(make, "term", TERM if is_term else (), TERM, settings, set())
+    if not is_term:
+        own = BoundFunction(own(), "term")
+    return Objective(own.run, level, chosen)
 
 
 def ratio_notes(objective: Objective, updates_per_batch: int, bypass: bool) -> list[str]:
@@ -368,6 +383,10 @@ def policy_loss(
     advantages: Float[Array, " B"] | Float[Array, "B T"],
     mask: Bool[Array, "B T"],
     weights: Float[Array, " B"] | Float[Array, "B T"] | None = None,
+    *,
+    entropy: Float[Array, "B T"] | None = None,
+    ref_logprobs: Float[Array, "B T"] | None = None,
+    own_metrics: Mapping[str, BoundFunction] = MappingProxyType({}),
 ) -> LossSums:
     """Computes -(term of the objective), aggregated: (sum, count, metrics); the caller divides
     once.
@@ -380,6 +399,8 @@ def policy_loss(
             sequence's (GSPO-token is GSPO for that).
         mask: True at the tokens that train.
         weights: of an off-policy correction (`correction`); multiply the term after its clip.
+        entropy, ref_logprobs: for terms that read them (`Tokens`).
+        own_metrics: name -> function of `tokens`, whose mean over the tokens is one more metric.
 
     Returns:
         (sum, count, metrics). Each metric is a pair (sum, count), whose quotient is: ratio, the
@@ -399,7 +420,10 @@ def policy_loss(
     if advantages.ndim == 1:
         advantages = jnp.broadcast_to(advantages[:, None], mask.shape)
     advantages = jax.lax.stop_gradient(masked_values(advantages, mask))
-    tokens = Tokens(logprobs, logprobs - old_logprobs, advantages, mask)
+    more = [None if x is None else masked_values(x, mask) for x in (entropy, ref_logprobs)]
+    entropy, ref_logprobs = more[0], jax.lax.stop_gradient(more[1])
+    log_ratio = logprobs - old_logprobs
+    tokens = Tokens(logprobs, log_ratio, advantages, mask, entropy, ref_logprobs)
     terms = objective.term(tokens, RATIOS[objective.ratio])
     value = terms.value
     if weights is not None:
@@ -420,6 +444,15 @@ def policy_loss(
         "clip_fraction_sequences": sequences,
         "old_kl_k3": token_metric(jnp.expm1(d) - d, mask),
     }
+    fixed = jax.lax.stop_gradient(tokens)
+    for name, function in own_metrics.items():
+        found = function(tokens=fixed)
+        if jnp.shape(found) != mask.shape:
+            raise function.wrong(
+                f"returns an array of shape {jnp.shape(found)}: it must return a value of each"
+                f" token, {mask.shape}"
+            )
+        metrics[f"{OWN}/{name}"] = token_metric(found, mask)
     return total, count, metrics
 
 

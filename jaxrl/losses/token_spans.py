@@ -32,15 +32,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from jaxrl.losses import distill
 from jaxrl.losses.chunked import LogitOptions, PerToken, Term, TokenStats, VocabShard
-from jaxrl.losses.distill import (
-    FullDivergence,
-    PairOptions,
-    TopKDivergence,
-    divergence_sums,
-    pair_softcaps,
+from jaxrl.losses.divergence import (
+    MIN,
+    Divergence,
+    GeneralisedJsd,
+    LossSums,
+    clamped_gap,
+    masked_sum,
+    sampled_reverse_kl,
 )
-from jaxrl.losses.divergence import MIN, LossSums, clamped_gap, masked_sum, sampled_reverse_kl
 from jaxrl.losses.head import TopKTerm, logprobs_from_hidden, term_values, token_values
 from jaxrl.types import Aligned, AlignedSignal, Array, Sums, TokenAlignment
 
@@ -72,26 +74,26 @@ class OutcomeTerm(Term):
     count: int
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        return self.term.measure(*self._merged(z, tokens, columns))
+        return self.term.measure(*self._merge_outcomes(z, tokens, columns))
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         """Returns the outcome's gradient, in its tokens' shares of its probability."""
-        merged, inner, every = self._merged(z, tokens, columns)
+        merged, inner, every = self._merge_outcomes(z, tokens, columns)
         slope = self.term.gradient(merged, inner, saved, every)
         student, _ = tokens["outcomes"]
-        return slope.T[student].T * jnp.exp(below_peak(z, columns) - merged.T[student].T)
+        return slope.T[student].T * jnp.exp(subtract_peak(z, columns) - merged.T[student].T)
 
-    def _merged(
+    def _merge_outcomes(
         self, z: Array, tokens: PerToken, columns: VocabShard
     ) -> tuple[Array, PerToken, VocabShard]:
         """Returns the logits of outcomes [n, count], and the inner term's tokens and columns."""
         student, teacher = tokens["outcomes"]
         inner = {name: value for name, value in tokens.items() if name != "outcomes"}
         if "teacher_z" in inner:
-            below = (below_peak(one, columns) for one in inner["teacher_z"])
-            inner["teacher_z"] = tuple(self._sums(one, teacher) for one in below)
+            below = (subtract_peak(logits, columns) for logits in inner["teacher_z"])
+            inner["teacher_z"] = tuple(self._sums(logits, teacher) for logits in below)
         every = VocabShard(0, self.count, self.count, padded=False)
-        return self._sums(below_peak(z, columns), student), inner, every
+        return self._sums(subtract_peak(z, columns), student), inner, every
 
     def _sums(
         self, below: Float[Array, "n size"], outcomes: Int[Array, " size"]
@@ -102,7 +104,7 @@ class OutcomeTerm(Term):
         return jnp.log(sums).T.at[:, -1].max(jnp.log(sums.sum(0)) + LEAST)
 
 
-def below_peak(z: Float[Array, "n size"], columns: VocabShard) -> Float[Array, "n size"]:
+def subtract_peak(z: Float[Array, "n size"], columns: VocabShard) -> Float[Array, "n size"]:
     """Computes logits at the temperature, less the largest of the row."""
     return columns.scale * (z - z.max(-1, keepdims=True))
 
@@ -113,11 +115,11 @@ class TokenGivenOutcome(Term):
     to which the gradient flows."""
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        given = columns.normaliser(jnp.where(self._members(tokens), z, MIN))
-        normalisers = {"logprobs": columns.normaliser(z), "score": given}
+        normaliser = columns.normaliser(jnp.where(self._members(tokens), z, MIN))
+        normalisers = {"logprobs": columns.normaliser(z), "score": normaliser}
         ids = tokens["ids"][:, None]
         values = {k: columns.logprobs_at(z, x, ids)[:, 0] for k, x in normalisers.items()}
-        return TokenStats(values, {"given": given})
+        return TokenStats(values, {"given": normaliser})
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         slope = tokens["d_score"][:, None]
@@ -126,8 +128,8 @@ class TokenGivenOutcome(Term):
         return columns.add(-slope * shares, tokens["ids"][:, None], slope)
 
     def _members(self, tokens: PerToken) -> Array:
-        (outcomes,), given = tokens["outcomes"], tokens["given"][:, None]
-        return (outcomes[None] == given) | (given < 0)
+        (outcomes,), outcome = tokens["outcomes"], tokens["given"][:, None]
+        return (outcomes[None] == outcome) | (outcome < 0)
 
 
 def span_sums(values: Float[Array, "B C"], starts: Bool[Array, "B C"]) -> Float[Array, "B C"]:
@@ -167,7 +169,7 @@ def aligned_signal(
     )
 
 
-def at_student_tokens(sent: AlignedSignal, alignment: TokenAlignment) -> AlignedSignal:
+def align_to_student(sent: AlignedSignal, alignment: TokenAlignment) -> AlignedSignal:
     """Returns a signal at the student's tokens [B, C], of one at the teacher's [B, C']: what was
     sent at the beginning of a token's span, and the span's log-prob. It means nothing at a token
     that is not aligned."""
@@ -201,25 +203,27 @@ def span_loss(
     *,
     beta: float,
     ratio_cap: float,
-    **options: Unpack[PairOptions],
+    divergence: Divergence | None = None,
+    own_metrics: distill.OwnMetrics = (),
+    **options: Unpack[distill.PairOptions],
 ) -> LossSums:
     """Computes the loss of the student: the divergence over outcomes where spans begin, and the
-    sampled reverse KL of the spans of several tokens. Of the signal `sampled` it is the latter
-    alone, of all spans.
+    sampled reverse KL of the spans of several tokens. With the signal `sampled` it is the latter
+    alone, over all spans.
 
     Args:
         hidden, head: of the student; the gradient flows here.
         teacher_head: for the signal `hidden`.
-        beta: of the generalised JSD.
-        ratio_cap: as of `sampled_reverse_kl`, for the whole span's ratio.
+        beta, divergence, own_metrics: as in `distill.divergence_from_hidden`.
+        ratio_cap: as in `sampled_reverse_kl`, for the whole span's ratio.
 
     Returns:
         (sum in nats, number of all tokens of `mask`, metrics of the divergence and of
         `sampled_reverse_kl` by spans, aligned_bytes and exact_bytes, shares of all bytes).
     """
     kinds, (tokens, mask, sampler_logprobs) = sent.kinds, sampled_tokens
-    both = pair_softcaps(options, 0 if sent.hidden is None else 1)
-    own = both | {"softcap": options.get("softcap")}
+    pair_options = distill.pair_softcaps(options, 0 if sent.hidden is None else 1)
+    student_options = pair_options | {"softcap": options.get("softcap")}
     begins = (kinds != Aligned.INSIDE) & (kinds != Aligned.NOT)
     of_one_token, sampled = kinds == Aligned.EXACT, kinds == Aligned.START
     total, metrics, given_outcome = jnp.zeros(()), Sums(), jnp.full_like(tokens, -1)
@@ -227,24 +231,25 @@ def span_loss(
     if sent.hidden is None and sent.topk_ids is None:
         sampled, baseline = sampled | of_one_token, 0.0
     else:
-        term: Term = FullDivergence(beta, None)
-        teachers, of_teacher, given = [(sent.hidden, teacher_head)], outcomes.teacher, {}
+        how = GeneralisedJsd(beta) if divergence is None else divergence
+        term: Term = distill.FullDivergence(how, None, own_metrics=own_metrics)
+        teachers, of_teacher, targets = [(sent.hidden, teacher_head)], outcomes.teacher, {}
         if sent.hidden is None:
-            term, teachers, of_teacher = TopKDivergence(beta), [], None
+            term, teachers, of_teacher = distill.TopKDivergence(how, own_metrics), [], None
             logprobs, tail = sent.topk_logprobs, sent.tail_logprob
-            given = {"ids": sent.topk_ids, "logprobs": logprobs, "tail": tail}
-        total, _, metrics = divergence_sums(
+            targets = {"ids": sent.topk_ids, "logprobs": logprobs, "tail": tail}
+        total, _, metrics = distill.divergence_sums(
             OutcomeTerm(term, outcomes.size),
             [(hidden, head), *teachers],
             mask & begins,
-            given,
+            targets,
             (outcomes.student, of_teacher),
-            **both,
+            **pair_options,
         )
         given_outcome = jnp.where(kinds == Aligned.START, outcomes.student[tokens], -1)
     inputs = hidden, head, {"ids": tokens, "given": given_outcome}, mask, (outcomes.student,)
-    found = token_values(TokenGivenOutcome(), *inputs, **own)
-    logprobs = jax.lax.stop_gradient(found["logprobs"] - found["score"]) + found["score"]
+    values = token_values(TokenGivenOutcome(), *inputs, **student_options)
+    logprobs = jax.lax.stop_gradient(values["logprobs"] - values["score"]) + values["score"]
     of_span, sampler_of_span = (
         span_sums(jnp.where(mask, x, 0), kinds != Aligned.INSIDE)
         for x in (logprobs, sampler_logprobs)

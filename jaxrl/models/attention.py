@@ -12,8 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.models import cudnn, splash
 from jaxrl.models.kernels import Kernel
-from jaxrl.models.packing import Packing, by_heads
-from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, divided
+from jaxrl.models.packing import Packing, run_by_heads
+from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, dim_spec
 
 Attend = Callable[..., jax.Array]
 """(q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> [B,T,N,H]; training, prefill and decode differ only
@@ -79,7 +79,7 @@ def attend_packed(
     over prompt and completion.
 
     Where the axis `context` divides a stream, attention has whole rows of some heads
-    (`packing.by_heads`).
+    (`packing.run_by_heads`).
     """
     if len(packing.rows) == 1:
         (rows,) = packing.rows
@@ -88,18 +88,18 @@ def attend_packed(
         def attend(streams: tuple[jax.Array, ...], *sinks: jax.Array) -> jax.Array:
             return rows.pack(attend_rows(*map(rows.unpack, streams), *sinks))
     else:
-        prompts, own = packing.rows
-        mask_p, mask_c = prompts.mask, own.mask
-        window = None if window is None or window >= prompts.width + own.width else window
+        prompts, completions = packing.rows
+        mask_p, mask_c = prompts.mask, completions.mask
+        window = None if window is None or window >= prompts.width + completions.width else window
         attend_p = attender(kernel, mask_p, mesh, window=window)
         attend_c = _attend_completions(kernel, mask_p, mask_c, packing.group, mesh, window)
 
         def attend(streams: tuple[jax.Array, ...], *sinks: jax.Array) -> jax.Array:
             (q_p, k_p, v_p), (q_c, k_c, v_c) = (map(r.unpack, streams) for r in packing.rows)
             out = attend_c((q_p, q_c), (k_p, k_c), (v_p, v_c), *sinks)
-            return prompts.pack(attend_p(q_p, k_p, v_p, *sinks)) + own.pack(out)
+            return prompts.pack(attend_p(q_p, k_p, v_p, *sinks)) + completions.pack(out)
 
-    run = by_heads(attend, mesh, lambda x: x.shape[2])
+    run = run_by_heads(attend, mesh, lambda x: x.shape[2])
     return lambda q, k, v, *sinks: run((q, k, v), *sinks)
 
 
@@ -117,8 +117,8 @@ def _attend_completions(
     if kernel == "cudnn" and window is None:
         lengths = row_lengths(mask_p), row_lengths(mask_c)
 
-        def run(q: jax.Array, *given: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-            return cudnn.attend_groups(q, given[0:2], given[2:4], *given[4:], sinks)
+        def run(q: jax.Array, *arrays: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+            return cudnn.attend_groups(q, arrays[0:2], arrays[2:4], *arrays[4:], sinks)
 
         def joined(q: Pair, k: Pair, v: Pair, *sinks: jax.Array) -> jax.Array:
             pairs = zip(k, v, strict=True)
@@ -174,7 +174,7 @@ def attention(
     """Computes softmax attention of q [B,T,N,H] over k, v [B,S,KV,H] where mask [B,T,S]; softmax in
     float32.
 
-    Query heads are grouped over the KV heads. `sinks` [N] as of `Attend`.
+    Query heads are grouped over the KV heads. `sinks` [N] as in `Attend`.
     """
     b, t, n, h = q.shape
     kv = k.shape[2]
@@ -215,15 +215,15 @@ def attention_by_blocks(
     Args:
         keys: [B,S] bool, True at real tokens.
         causal: query i attends to the keys up to i + S - T.
-        window: and to no more than so many; a block reads only the keys that its queries reach.
+        window: and to no more than this many; a block reads only the keys that its queries reach.
     """
     b, width, n, h = q.shape
     size, behind = query_block(width), k.shape[1] - width
     span = k.shape[1] if window is None else min(k.shape[1], size + window - 1)
 
     @jax.checkpoint
-    def attend(given: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q, first = given
+    def attend(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q, first = block
         last = behind + first + jnp.arange(size)
         start = jnp.clip(last[0] + size - span, 0, k.shape[1] - span)
         k_, v_, keys_ = (
@@ -252,27 +252,27 @@ def reach_mask(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.A
 def on_shards(
     run: Callable[..., jax.Array],
     mesh: Mesh | None,
-    *given: jax.Array,
+    *arrays: jax.Array,
     kv_dim: int = 2,
     sinks: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
     """Runs `run` on each device's rows and heads, which XLA cannot divide for a kernel.
 
     Args:
-        given: queries [B,T,N,H], then keys and values [*,S,KV,H], then what has no heads. KV heads
+        arrays: queries [B,T,N,H], then keys and values [*,S,KV,H], then what has no heads. KV heads
             that the mesh does not divide are whole on each device, which picks its own.
         kv_dim: the dim of the KV heads; 1 of a cache [B,KV,S,H].
         sinks: one array [N], which `run` takes by its name, or none.
     """
     if sinks:
-        run, given = partial(_with_sinks, run), (*given, *sinks)
+        run, arrays = partial(_with_sinks, run), (*arrays, *sinks)
     if mesh is None or mesh.size == 1:
-        return run(*given)
-    heads, kv_heads = given[0].shape[2], given[1].shape[kv_dim]
-    axis, kv_axis = (divided(n, HEADS, mesh.shape) for n in (heads, kv_heads))
+        return run(*arrays)
+    heads, kv_heads = arrays[0].shape[2], arrays[1].shape[kv_dim]
+    axis, kv_axis = (dim_spec(n, HEADS, mesh.shape) for n in (heads, kv_heads))
     split = PartitionSpec(ROWS, None, axis)
     kv_split = PartitionSpec(ROWS, *[None] * (kv_dim - 1), kv_axis)
-    specs = [kv_split if x.ndim == 4 else PartitionSpec(ROWS) for x in given]
+    specs = [kv_split if x.ndim == 4 else PartitionSpec(ROWS) for x in arrays]
     specs[0] = split
     if sinks:
         specs[-1] = PartitionSpec(axis)
@@ -293,9 +293,9 @@ def on_shards(
         return run(q, *(pick(x) if x.ndim == 4 else x for x in rest))
 
     return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=split, check_vma=False)(
-        *given
+        *arrays
     )
 
 
-def _with_sinks(run: Callable[..., jax.Array], *given: jax.Array) -> jax.Array:
-    return run(*given[:-1], sinks=given[-1])
+def _with_sinks(run: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    return run(*arrays[:-1], sinks=arrays[-1])

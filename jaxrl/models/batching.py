@@ -37,8 +37,8 @@ def bucket(
 
     Args:
         smallest: the first size; from there on sizes double.
-        steps: into so many equal steps is each doubling divided; a power of two. Above `smallest`,
-            at most 1 / (steps + 1) of a size is padding: half, a third (2), a fifth (4).
+        steps: number of equal steps of each doubling; a power of two. Above `smallest`, at most
+            1 / (steps + 1) of a size is padding: half, a third (2), a fifth (4).
         multiple: sizes are rounded up to a multiple of it.
         most: no size is above this, rounded up as well.
     """
@@ -81,7 +81,7 @@ def batches(
 
     Args:
         shards: devices that the rows of a batch are divided among.
-        batch_tokens: as of `run_batches`.
+        batch_tokens: as in `run_batches`.
         longest: no sequence is longer.
     """
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
@@ -117,16 +117,16 @@ def run_batches(
     """
     distinct = list(dict.fromkeys(map(tuple, sequences)))
     shards = 1 if mesh is None else row_shards(mesh.shape)
-    found: dict[int, np.ndarray] = {}
+    results: dict[int, np.ndarray] = {}
     for batch in batches(distinct, shards=shards, batch_tokens=batch_tokens, longest=longest):
         if progress is not None:
-            progress(f"{len(found)} of {len(distinct)} texts")
-        given = (*leading, _put(batch.tokens, mesh), _put(batch.mask, mesh))
-        with current().running(run, *given):
-            values = np.asarray(run(*given))
-        found.update(zip(batch.rows, values, strict=False))  # further rows are padding
+            progress(f"{len(results)} of {len(distinct)} texts")
+        arguments = (*leading, _put(batch.tokens, mesh), _put(batch.mask, mesh))
+        with current().running(run, *arguments):
+            values = np.asarray(run(*arguments))
+        results.update(zip(batch.rows, values, strict=False))  # further rows are padding
     at = {sequence: i for i, sequence in enumerate(distinct)}
-    return np.stack([found[at[tuple(sequence)]] for sequence in sequences])
+    return np.stack([results[at[tuple(sequence)]] for sequence in sequences])
 
 
 def _put(x: np.ndarray, mesh: Mesh | None) -> jax.Array:

@@ -8,13 +8,11 @@ dim and run under `lax.scan`.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +25,8 @@ from jaxrl.models.family import Raw, size
 from jaxrl.models.kernels import kernel_of, target_on
 from jaxrl.models.layers import by_rows
 from jaxrl.models.parameters import AXES, Params
-from jaxrl.sharding.axes import SplitOver, divided
+from jaxrl.process.json_types import name_file_in_errors, read_json
+from jaxrl.sharding.axes import SplitOver, dim_spec
 from jaxrl.types import Tree
 
 MOST_LAYERS = 1000
@@ -155,35 +154,8 @@ def read_encoder(folder: Path) -> tuple[EncoderConfig, Path]:
             limits.append(read_json(inner / name).get(key))
     known = [int(n) for n in limits if isinstance(n, int | float) and n > 0]
     raw = read_json(file)
-    with of_file(file):
+    with name_file_in_errors(file):
         return EncoderConfig.from_hf(raw, pooling, min(known, default=None)), inner
-
-
-@contextmanager
-def of_file(file: Path) -> Iterator[None]:
-    """Puts the file before the messages of what is wrong inside."""
-    try:
-        yield
-    except KeyError as missing:
-        raise UserError(f"{file}: the field {missing} is missing") from None
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
-
-
-def read_json(file: Path, kind: type = dict) -> Any:
-    """Reads the contents of a JSON file, an object or what `kind` says."""
-    if file.exists() and not file.is_file():  # a pipe never ends
-        raise UserError(f"{file}: cannot be read: it is not a file")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
-        raise UserError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(value, kind):
-        wanted = "an object" if kind is dict else "a list"
-        raise UserError(f"{file}: {wanted} is needed, this is {json.dumps(value)[:80]}")
-    return value
 
 
 def _modules(folder: Path) -> tuple[Path, Pooling]:
@@ -274,7 +246,7 @@ def specs(config: EncoderConfig, axis_sizes: Mapping[str, int]) -> dict[str, Par
     }
 
     def split(axes: tuple[str, ...]) -> list[SplitOver]:
-        return [divided(units[a], AXES[a], axis_sizes) if a in units else None for a in axes]
+        return [dim_spec(units[a], AXES[a], axis_sizes) if a in units else None for a in axes]
 
     return {path: PartitionSpec(*split(axes)) for path, axes in PATHS.items()}
 

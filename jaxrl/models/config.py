@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxrl.errors import UserError, short
+from jaxrl.models import layers
 from jaxrl.models.delta import Delta, delta_parameters
 from jaxrl.models.experts import Experts, expert_parameters
 from jaxrl.models.families import FAMILIES
@@ -31,14 +32,6 @@ from jaxrl.models.family import (
     stated_once,
     value_or,
 )
-from jaxrl.models.layers import (
-    Parameter,
-    Parameters,
-    attention_parameters,
-    kernel,
-    mlp_parameters,
-    norm_scale,
-)
 from jaxrl.models.lora import TARGETS, Lora, Quantisation, numbers_per_code, quantisation_block
 from jaxrl.models.rope import (
     DynamicRope,
@@ -47,14 +40,14 @@ from jaxrl.models.rope import (
     check_ropes,
     positions_of,
     read_rope,
-    written_rope,
+    write_rope,
 )
 from jaxrl.process.json_types import JsonObject
 
 MOST_LAYERS, MOST_EXPERTS, MOST_PARAMS = 10_000, 1_000_000, 10**14
-"""Of a model: layers, experts of all layers together, and parameters. Each is far beyond the
-largest models; without a bound one digit too many in a `config.json` takes minutes and all memory
-before anything is said."""
+"""The most layers, experts of all layers together, and parameters of a model, far beyond those of
+any model. Without a bound one digit too many in a `config.json` takes minutes and all memory before
+anything is said."""
 ROPES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 """Fields of rotary positions."""
 NORMS: dict[Norms, dict[str, str]] = {
@@ -102,26 +95,28 @@ class DecoderConfig:
     pad_id: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """What the model's authors recommend in `generation_config.json`, without its token ids."""
-    score_dim: int | None = None
+    numbers: tuple[tuple[str, float], ...] = ()
+    """What the functions of a family read, by name (`number`); `Family.read` may give a mapping."""
+    score_dim: float | None = None
     """Scores of attention are divided by its square root; None: by that of `head_dim`."""
     layer_inputs: int = 0
     """Dims of what each layer reads of a token beside the residual; 0: no layer does."""
     kinds: tuple[LayerKind, ...] = (LayerKind(),)
-    """Of each layer; one where all layers are alike."""
+    """The kind of each layer; one kind where all layers are alike."""
     experts: Experts | None = None
     """In place of the MLP; None: there are none."""
     delta: Delta | None = None
-    """Of the layers whose kind `recurs`; None: there are none."""
+    """Sizes of the layers whose kind `recurs`; None: there are none."""
     final_softcap: float | None = None
     """c of logits c tanh(z / c), z being `hidden @ head.T`; None: the logits are z."""
     lora: Lora | None = None
-    """The adapters that are trained in place of the weights; `config.json` does not name them."""
+    """The adapters that are trained in place of the weights. Not in `config.json`."""
     quantised: Quantisation | None = None
-    """How the kernels of `quantisable` are held; None: as all other weights. Nor does it name
-    this."""
+    """How the kernels of `quantisable` are held; None: as all other weights. Not in
+    `config.json`."""
     reduce_in_float32: bool = False
     """Whether devices add their parts of a projection's gradient in float32 (`layers.product_of`).
-    Nor this."""
+    Not in `config.json`."""
     block: BlockKind = field(init=False, repr=False, compare=False)
     """What the family's blocks are made of."""
     n_recurrent: int = field(init=False, repr=False, compare=False)
@@ -132,6 +127,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise UserError(_unknown(self.family))
+        if isinstance(self.numbers, Mapping):
+            object.__setattr__(self, "numbers", tuple(sorted(self.numbers.items())))
         if len(set(self.kinds)) == 1:
             object.__setattr__(self, "kinds", self.kinds[:1])
         elif len(self.kinds) != self.n_layers:
@@ -183,6 +180,10 @@ class DecoderConfig:
                         " (short_factor, long_factor)"
                     )
 
+    def number(self, name: str) -> float:
+        """Returns one of `numbers`."""
+        return dict(self.numbers)[name]
+
     @property
     def depends_on_length(self) -> bool:
         """Returns whether the rotary positions of a token depend on how long the longest sequence
@@ -206,12 +207,12 @@ class DecoderConfig:
     @property
     def windows(self) -> dict[int | None, int]:
         """Counts the layers with attention by their window (`LayerKind.window`)."""
-        found: dict[int | None, int] = {}
-        for one, n in self.alike.items():
-            if one.n_attention:
-                window = one.kinds[0].window
-                found[window] = found.get(window, 0) + n
-        return found
+        counts: dict[int | None, int] = {}
+        for layer, n in self.alike.items():
+            if layer.n_attention:
+                window = layer.kinds[0].window
+                counts[window] = counts.get(window, 0) + n
+        return counts
 
     @property
     def n_attention(self) -> int:
@@ -229,10 +230,10 @@ class DecoderConfig:
         return next(c for c in divisors if shapes == shapes[:c] * (n // c))
 
     @lru_cache(maxsize=4096)  # noqa: B019
-    def of(self, kind: LayerKind) -> DecoderConfig:
+    def layer_of(self, kind: LayerKind) -> DecoderConfig:
         """Returns the model with one layer, of this kind; its adapters are those for the
         projections that it has."""
-        one = replace(
+        layer = replace(
             self,
             n_layers=1,
             kinds=(kind,),
@@ -242,9 +243,9 @@ class DecoderConfig:
             lora=None,
         )
         if self.lora is None:
-            return one
-        targets = tuple(name for name in self.lora.targets if name in one.targets)
-        return replace(one, lora=replace(self.lora, targets=targets))
+            return layer
+        targets = tuple(name for name in self.lora.targets if name in layer.targets)
+        return replace(layer, lora=replace(self.lora, targets=targets))
 
     @property
     @lru_cache(maxsize=4096)  # noqa: B019
@@ -260,30 +261,31 @@ class DecoderConfig:
         return self._counted(self.kinds)
 
     def _counted(self, kinds: Iterable[LayerKind]) -> Mapping[DecoderConfig, int]:
-        found: dict[DecoderConfig, int] = {}
-        for one in map(self.of, kinds):
-            found[one] = found.get(one, 0) + self.n_layers // len(self.kinds)
-        return found
+        counts: dict[DecoderConfig, int] = {}
+        for layer in map(self.layer_of, kinds):
+            counts[layer] = counts.get(layer, 0) + self.n_layers // len(self.kinds)
+        return counts
 
     @property
     def kept_by_token(self) -> int:
-        """Numbers in the keys and values of a token, of all layers that have their own."""
+        """Counts the numbers in the keys and values of a token, of all layers that have their
+        own."""
         return sum(
-            2 * n * one.n_kv_heads * one.head_dim
-            for one, n in self.shapes.items()
-            if one.kinds[0].keeps
+            2 * n * layer.n_kv_heads * layer.head_dim
+            for layer, n in self.shapes.items()
+            if layer.kinds[0].keeps
         )
 
     @property
     def embedded(self) -> int:
-        """Numbers that are looked up for a token."""
+        """Counts the numbers that are looked up for a token."""
         return self.d_model + self.n_layers * self.layer_inputs
 
     @property
     @lru_cache(maxsize=4096)  # noqa: B019
     def head_dims(self) -> tuple[int, ...]:
         """Returns the head dims of layers with attention, each once."""
-        return tuple(dict.fromkeys(one.head_dim for one in self.shapes if one.n_attention))
+        return tuple(dict.fromkeys(layer.head_dim for layer in self.shapes if layer.n_attention))
 
     def with_layers(self, keep: Sequence[int]) -> DecoderConfig:
         """Returns the config of a model that has only these of its layers."""
@@ -322,12 +324,12 @@ class DecoderConfig:
         """Maps the name of a projection that may have an adapter, as in PEFT, to its path within a
         block; for a tensor with the rows of several projections, to their paths, of which the first
         has the A of all. Experts have none where all of them are in one tensor."""
-        found: dict[str, tuple[str, ...]] = {}
+        paths: dict[str, tuple[str, ...]] = {}
         for path in self.quantisable:
             if "/experts/" not in path or self._apart:
                 target = self.parameters[f"{path}/kernel"].tensor.split(".")[-2]
-                found[target] = (*found.get(target, ()), path)
-        return found
+                paths[target] = (*paths.get(target, ()), path)
+        return paths
 
     def has_a(self, path: str) -> bool:
         """Returns whether an adapter of the projection at this path has an A of its own."""
@@ -335,19 +337,19 @@ class DecoderConfig:
 
     @property
     @lru_cache(maxsize=4096)  # noqa: B019
-    def parameters(self) -> Parameters:
+    def parameters(self) -> layers.Parameters:
         """Returns the path within a block -> parameter of its layers, without adapters and as if
         none were quantised; of layers that have others, of the first that has it."""
         if self != self.plain:
             return self.plain.parameters
-        found: Parameters = {}
-        for one in self.shapes:
-            found = (block_parameters(one) if one == self else one.parameters) | found
-        return found
+        table: layers.Parameters = {}
+        for layer in self.shapes:
+            table = (block_parameters(layer) if layer == self else layer.parameters) | table
+        return table
 
     @property
     @lru_cache(maxsize=4096)  # noqa: B019
-    def top(self) -> Parameters:
+    def top(self) -> layers.Parameters:
         """Maps the paths of parameters that are in no layer to them, with the whole names of their
         tensors."""
         shape, axes = (self.vocab_size, self.d_model), ("vocab", "embed")
@@ -358,26 +360,28 @@ class DecoderConfig:
         def of_rows(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
             return jax.random.normal(key, shape) / shape[-1] ** 0.5
 
-        found = {"embed/embedding": Parameter(shape, axes, EMBEDDING, small)}
+        table = {"embed/embedding": layers.Parameter(shape, axes, EMBEDDING, small)}
         if self.layer_inputs:
             width, name = self.n_layers * self.layer_inputs, "model.embed_tokens_per_layer.weight"
             both = ("vocab", "layer_inputs")
-            found["layer_inputs/embedding"] = Parameter((self.vocab_size, width), both, name, small)
+            table["layer_inputs/embedding"] = layers.Parameter(
+                (self.vocab_size, width), both, name, small
+            )
             name = "model.per_layer_model_projection.weight"
-            projection = Parameter((width, self.d_model), (None, "embed"), name, of_rows)
-            found["layer_inputs/projection"] = projection
+            projection = layers.Parameter((width, self.d_model), (None, "embed"), name, of_rows)
+            table["layer_inputs/projection"] = projection
             name = "model.per_layer_projection_norm.weight"
-            found["layer_inputs/norm/scale"] = norm_scale(self, self.layer_inputs, name)
-        found["norm/scale"] = norm_scale(self, self.d_model, "model.norm.weight")
+            table["layer_inputs/norm/scale"] = layers.norm_scale(self, self.layer_inputs, name)
+        table["norm/scale"] = layers.norm_scale(self, self.d_model, "model.norm.weight")
         if not self.tie_embeddings:
-            found["lm_head/kernel"] = Parameter(shape, axes, HEAD, small)
-        return found
+            table["lm_head/kernel"] = layers.Parameter(shape, axes, HEAD, small)
+        return table
 
-    def _count(self, number: Callable[[str, Parameter], int]) -> int:
+    def _count(self, number: Callable[[str, layers.Parameter], int]) -> int:
         """Sums a number of each parameter over the parameters of all layers."""
         return sum(
-            n * sum(number(path, parameter) for path, parameter in one.parameters.items())
-            for one, n in self.shapes.items()
+            n * sum(number(path, parameter) for path, parameter in layer.parameters.items())
+            for layer, n in self.shapes.items()
         )
 
     @property
@@ -406,12 +410,13 @@ class DecoderConfig:
             return self.n_params
         rank = self.lora.rank
 
-        def adapted(path: str, p: Parameter) -> int:
+        def adapted(path: str, p: layers.Parameter) -> int:
             path = path.removesuffix("/kernel")
             if self.adapter(path) is None:
                 return 0
             *experts, n_in, n_out = p.shape
-            return math.prod(experts) * rank * (self.has_a(path) * n_in + n_out)
+            numbers = n_in + n_out if self.has_a(path) else n_out
+            return math.prod(experts) * rank * numbers
 
         return self._count(adapted)
 
@@ -493,7 +498,7 @@ class DecoderConfig:
 
     def to_hf(self, dtype: str) -> JsonObject:
         """Returns `config.json` of this model; read by transformers 4 and 5."""
-        rope = written_rope(self.rope_theta, self.rope_scaling, self.max_positions)
+        rope = write_rope(self.rope_theta, self.rope_scaling, self.max_positions)
         if FAMILIES[self.family].partial_rotary:  # said always: 1 is not the default of all
             dims = value_or(self.rotary_dims, self.head_dim)
             factor = {"partial_rotary_factor": dims / self.head_dim}
@@ -501,7 +506,7 @@ class DecoderConfig:
         eos: int | list[int] | None = list(self.eos_ids)
         if len(self.eos_ids) < 2:
             eos = self.eos_ids[0] if self.eos_ids else None
-        found = {
+        fields = {
             "architectures": [FAMILIES[self.family].architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
@@ -521,29 +526,29 @@ class DecoderConfig:
             "torch_dtype": dtype,
             **FAMILIES[self.family].write(self),
         }
-        return {key: value for key, value in found.items() if value is not OMITTED}
+        return {key: value for key, value in fields.items() if value is not OMITTED}
 
 
-def block_parameters(c: DecoderConfig) -> Parameters:
-    """Returns the parameters of the layer of a model with one (`DecoderConfig.of`)."""
+def block_parameters(c: DecoderConfig) -> layers.Parameters:
+    """Returns the parameters of the layer of a model with one (`DecoderConfig.layer_of`)."""
     norms = NORMS[c.block.norms]
     if c.layer_inputs:
         norms = norms | {"input_norm": "post_per_layer_input_norm"}
-    found = {
-        f"{name}/scale": norm_scale(c, c.d_model, f"{tensor}.weight")
+    table = {
+        f"{name}/scale": layers.norm_scale(c, c.d_model, f"{tensor}.weight")
         for name, tensor in norms.items()
     }
-    found |= (delta_parameters if c.kinds[0].recurs else attention_parameters)(c)
-    found |= mlp_parameters(c, c.d_ff) if c.experts is None else expert_parameters(c)
+    table |= (delta_parameters if c.kinds[0].recurs else layers.attention_parameters)(c)
+    table |= layers.mlp_parameters(c, c.d_ff) if c.experts is None else expert_parameters(c)
     if c.layer_inputs:
         d, p = c.d_model, c.layer_inputs
         into, out_of = ("embed", None), (None, "embed")
-        found["input/gate/kernel"] = kernel(d, p, into, "per_layer_input_gate.weight")
-        found["input/out/kernel"] = kernel(p, d, out_of, "per_layer_projection.weight")
+        table["input/gate/kernel"] = layers.kernel(d, p, into, "per_layer_input_gate.weight")
+        table["input/out/kernel"] = layers.kernel(p, d, out_of, "per_layer_projection.weight")
     if c.block.scalar:
-        found["block_scale"] = Parameter((1,), (None,), "layer_scalar")
+        table["block_scale"] = layers.Parameter((1,), (None,), "layer_scalar")
     named = FAMILIES[c.family].tensors
-    return {path: replace(p, tensor=named.get(path, p.tensor)) for path, p in found.items()}
+    return {path: replace(p, tensor=named.get(path, p.tensor)) for path, p in table.items()}
 
 
 def special_ids(raw: Raw) -> dict[str, Any]:
@@ -592,7 +597,10 @@ def check_bounds(config: DecoderConfig) -> None:
 
 
 def _unknown(family: object) -> str:
-    return f"model_type={short(repr(family))} is not supported; supported: {', '.join(FAMILIES)}"
+    return (
+        f"model_type={short(repr(family))} is not supported; supported: {', '.join(FAMILIES)}, and"
+        " families of your own: student.family, or --family (docs/add-a-model-family.md)"
+    )
 
 
 def _text_config(raw: Raw) -> Raw:
@@ -610,14 +618,13 @@ def _text_config(raw: Raw) -> Raw:
                         " the other, or write the same"
                     )
             shared = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
-            found = {key: raw[key] for key in shared if raw.get(key) is not None}
-            found |= {
-                key: one for key, one in within.items() if one is not None or key not in found
-            }
+            fields = {key: raw[key] for key in shared if raw.get(key) is not None}
+            stated = {key: x for key, x in within.items() if x is not None or key not in fields}
+            fields |= stated
             ends = [*_several(within.get("eos_token_id")), *_several(raw.get("eos_token_id"))]
             if ends and all(type(i) is int for i in ends):  # each of them ends a completion
-                found["eos_token_id"] = list(dict.fromkeys(ends))
-            return found | {"model_type": name}
+                fields["eos_token_id"] = list(dict.fromkeys(ends))
+            return fields | {"model_type": name}
     return raw
 
 

@@ -31,7 +31,7 @@ JOINS = all(
 )
 """Whether this jax has what `attend_groups` needs."""
 VERSION = 91100
-"""Of cuDNN, as `pretend_gpu` has it: 9.11 takes all GPUs that jax knows."""
+"""Version of cuDNN that `pretend_gpu` shows: 9.11 takes all GPUs that jax knows."""
 Pair = tuple[jax.Array, jax.Array]
 """Keys and values, or results and their normalisers."""
 
@@ -99,7 +99,7 @@ def attend_groups(
         shared_lengths: [P] int32, at least 1.
         lengths: [B] int32, at least 1.
         sinks: [N], whose exponentials l contains too.
-        window: as of `attend_rows`, of rows without shared keys.
+        window: as in `attend_rows`, of rows without shared keys.
     """
     return _forward(q, shared, own, shared_lengths, lengths, sinks, window)[0]
 
@@ -159,7 +159,7 @@ def _backward(window: int | None, kept: Tree, d_out: jax.Array) -> tuple[Tree, .
         d_q, d_shared = d_outer.reshape(q.shape) + d_q, tuple(d_keys)
     d_sinks = None
     if sinks is not None:
-        # Of each head, the sum over real tokens of -exp(sink - l) (out . d_out).
+        # The gradient of a head's sink: the sum over real tokens of -exp(sink - l) (out . d_out).
         products = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         share = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - joined)
         real = jnp.arange(out.shape[1])[None, None] < lengths[:, None, None]

@@ -7,7 +7,7 @@ a row of one cache; what follows is in a slot of another one, or in pages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -21,17 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
+from jaxrl.models import delta
 from jaxrl.models.attention import Attend, attend_packed, attender, attention, reach_mask, roll_rows
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.delta import (
-    Filters,
-    Inputs,
-    Recur,
-    Recurrent,
-    gated_delta,
-    recur_packed,
-    recur_rows,
-)
 from jaxrl.models.experts import NO_ROUTING, Routed, Routing, mixture_block
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import LayerKind
@@ -49,7 +41,7 @@ from jaxrl.models.layers import (
     rope_angles,
 )
 from jaxrl.models.packing import Packing
-from jaxrl.models.parameters import Params, at_blocks, blocks_of, cast, head
+from jaxrl.models.parameters import Params, blocks_of, cast, head, split_by_block
 from jaxrl.models.shared_prompts import Pages, Seats, shared_attender, write_pages
 from jaxrl.sharding.axes import ROWS, TOKENS, WEIGHTS, AxisName
 from jaxrl.sharding.targets import ridge
@@ -57,7 +49,7 @@ from jaxrl.types import Array, Tree
 
 Remat = Literal["none", "dots", "full"]
 Pair = tuple[Float[Array, "... _ _ _ _"], Float[Array, "... _ _ _ _"]]
-Cache = list[Pair | Recurrent | tuple[()]]
+Cache = list[Pair | delta.Recurrent | tuple[()]]
 """Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a
 decode step reads them as a plain batched matmul, without a transposed copy; or a layer's state; or
 nothing, of a layer that borrows."""
@@ -76,9 +68,10 @@ class Layer(NamedTuple):
     """One layer, or those that take one place in a scan."""
 
     kind: LayerKind
-    """Of those of a scan, what they have in common (`LayerKind.shape`) where they differ."""
+    """For the layers of a scan that differ, what they have in common (`LayerKind.shape`)."""
     number: int | jax.Array
-    """Of those of a scan that differ an array [] int32; where all are alike, one of them."""
+    """Index of the layer; for the layers of a scan that differ an array [] int32, for those that
+    are alike one of their indices."""
 
 
 Mix = Callable[[Layer], tuple[Rope, Attend]]
@@ -100,7 +93,7 @@ class SlotTokens(NamedTuple):
 
     ids: Int[Array, " B"] | Int[Array, "B W"]
     positions: Int[Array, " B"]
-    """Of the first of them, counted from the start of the prompts."""
+    """Position of the first of them, counted from the start of the prompts."""
     read: Array | None = None
     """[B]: how many of them a state reads, the first ones; of one token, whether: no later token
     can undo it. None: all."""
@@ -110,13 +103,13 @@ class Shared(NamedTuple):
     """The prompts that slots share, and what follows them in the cache of the slots."""
 
     cache: Cache
-    """Of their rows: each array [R, KV, P, H]."""
+    """The cache of the prompts' rows: each array [R, KV, P, H]."""
     seats: Seats
     starts: Array
     """[B] int32: the position at which each slot's own cache begins: that of the last token of its
     prompt, which is the first one that it reads."""
     pages: Pages | None = None
-    """Of that cache, where it is a pool of pages."""
+    """The pages of the slots' cache, where it is a pool."""
 
 
 def token_logits(
@@ -159,7 +152,7 @@ def forward(
     params = params if dtype is None else cast(params, dtype)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
     mix = make_mix(config, positions, kernels, partial(attender, keys=mask, mesh=mesh))
-    recur = partial(recur_rows, config.delta, mesh, mask)
+    recur = partial(delta.recur_rows, config.delta, mesh, mask)
     x = _layers(Blocks(config, mix, mesh), params, embedded, recur, remat)
     return roll_rows(x, -first) if rolled else x
 
@@ -186,7 +179,7 @@ def forward_packed(
     params = params if dtype is None else cast(params, dtype)
     attend = partial(attend_packed, packing=packing, mesh=mesh)
     mix = make_mix(config, packing.positions, kernels, attend)
-    recur = None if config.delta is None else recur_packed(config.delta, mesh, packing)
+    recur = None if config.delta is None else delta.recur_packed(config.delta, mesh, packing)
     copies = None if routed is None else packing.copies
     blocks, routing = Blocks(config, mix, mesh, (TOKENS,)), Routing(packing.experts, copies)
     return _layers(blocks, params, embedded, recur, remat, routing, routed)
@@ -196,7 +189,7 @@ def _layers(
     blocks: Blocks,
     params: Params,
     embedded: tuple[Array, list[Array]],
-    recur: Recur | None,
+    recur: delta.Recur | None,
     remat: Remat,
     routing: Routing = NO_ROUTING,
     routed: list[Routed] | None = None,
@@ -207,42 +200,48 @@ def _layers(
     chosen = None if routing.recorded is None else jnp.moveaxis(routing.recorded, 2, 0)
 
     def block(
-        layer: Layer, carried: tuple[Array, Lent], params: Params, own: Array, chosen: Array
+        layer: Layer, carried: tuple[Array, Lent], params: Params, inputs: Array, chosen: Array
     ) -> tuple[tuple[Array, Lent], Tree]:
         x, held = carried[0], dict(zip(config.lenders, carried[1], strict=True))
-        here = routing._replace(recorded=chosen)
-        given = params, own
-        x, _, one = run_block(blocks, layer, held, given, x, recur=recur, routing=here)
-        return (x, tuple(held.values())), one
+        asked = routing._replace(recorded=chosen)
+        weights = params, inputs
+        x, _, route = run_block(blocks, layer, held, weights, x, recur=recur, routing=asked)
+        return (x, tuple(held.values())), route
 
     def chosen_of(
         layers: Sequence[Layer], place: Array, carried: tuple[Array, Lent], *alike: Tree
     ) -> tuple[tuple[Array, Lent], Tree]:
         # Chosen where the backward pass computes it again: parameters that were stacked or chosen
         # outside would be kept for it, a second copy of the weights of all layers.
-        given = jax.tree.map(lambda *xs: jax.lax.select_n(place, *xs), *alike)
+        weights = jax.tree.map(lambda *xs: jax.lax.select_n(place, *xs), *alike)
         layer, numbers = layers[0], [layer.number for layer in layers]
         if not isinstance(layer.number, int):
             layer = Layer(layer.kind, jax.lax.select_n(place, *numbers))
-        return block(layer, carried, *given)
+        return block(layer, carried, *weights)
 
     def body(
-        carried: tuple[Array, Lent], layers: Any, given: tuple[Tree, ...], place: Array = None
+        carried: tuple[Array, Lent], layers: Any, weights: tuple[Tree, ...], place: Array = None
     ) -> tuple[tuple[Array, Lent], Tree]:
         run: Callable[..., tuple[tuple[Array, Lent], Tree]] = partial(block, layers)
         if place is not None:
             run = partial(chosen_of, layers, place)
         if remat != "none":
             run = jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)
-        return run(carried, *given)
+        return run(carried, *weights)
 
-    given = inputs, at_blocks(config, params, chosen)
-    one_of = (config.of(kind) for kind in config.lenders)
-    shapes = [(*x.shape[:2], one.n_kv_heads, one.head_dim) for one in one_of]
+    operands = inputs, split_by_block(config, params, chosen)
+    lenders = (config.layer_of(kind) for kind in config.lenders)
+    shapes = [(*x.shape[:2], lender.n_kv_heads, lender.head_dim) for lender in lenders]
     carried = x, tuple((jnp.zeros(shape, x.dtype), jnp.zeros(shape, x.dtype)) for shape in shapes)
-    (x, _), left = run_layers(config, body, carried, params, *given, in_turn=remat != "none")
+    (x, _), left = run_layers(config, body, carried, params, *operands, in_turn=remat != "none")
     report_routing(params, left, routed)
-    return rms_norm(config, params["norm"], x)
+    return _last_hidden(config, params, x)
+
+
+def _last_hidden(config: DecoderConfig, params: Params, x: Array) -> Array:
+    """Computes what the LM head reads, of the residual stream after all layers."""
+    family, x = FAMILIES[config.family], rms_norm(config, params["norm"], x)
+    return x if family.final is None else family.final(config, x)
 
 
 def prefill(
@@ -267,23 +266,23 @@ def prefill(
     kernels = kernels_of(config, params, mesh)
     mix = make_mix(config, positions, kernels, partial(attender, keys=mask, mesh=mesh))
     blocks, held = Blocks(config, mix, mesh), dict.fromkeys(config.lenders)
-    recur = partial(recur_rows, config.delta, mesh, mask)
+    recur = partial(delta.recur_rows, config.delta, mesh, mask)
 
-    def body(x: Array, layer: Layer, given: tuple[Params, Array]) -> tuple[Array, Any]:
-        x, entry, one = run_block(blocks, layer, held, given, x, recur=recur)
-        if not isinstance(entry, Recurrent):  # [B,W,KV,H] -> [B,KV,W,H]
+    def body(x: Array, layer: Layer, operands: tuple[Params, Array]) -> tuple[Array, Any]:
+        x, entry, route = run_block(blocks, layer, held, operands, x, recur=recur)
+        if not isinstance(entry, delta.Recurrent):  # [B,W,KV,H] -> [B,KV,W,H]
             entry = tuple(jnp.swapaxes(new, 1, 2) for new in entry)
-        return x, (entry, one)
+        return x, (entry, route)
 
     x, inputs = embed_tokens(config, params, tokens, mesh)
     x, left = run_layers(config, body, x, params, inputs)
-    report_routing(params, [one for _, one in left], routed)
-    return rms_norm(config, params["norm"], x), [entry for entry, _ in left]
+    report_routing(params, [route for _, route in left], routed)
+    return _last_hidden(config, params, x), [entry for entry, _ in left]
 
 
 def keys_of(cache: Cache) -> Array:
     """Returns the keys of the first layer that has any."""
-    return next(entry[0] for entry in cache if entry and not isinstance(entry, Recurrent))
+    return next(entry[0] for entry in cache if entry and not isinstance(entry, delta.Recurrent))
 
 
 def decode_step(
@@ -319,8 +318,8 @@ def decode_step(
     blocks, held = Blocks(config, mix, mesh), dict.fromkeys(config.lenders)
     routing = Routing(ridge=None if config.experts is None else ridge(target.kind))
 
-    def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
-        *weights, entry, prompt = given
+    def body(x: Array, layer: Layer, operands: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
+        *weights, entry, prompt = operands
 
         def keep(*new: Array) -> tuple[Any, Any, Any]:
             if pages is not None:
@@ -331,15 +330,16 @@ def decode_step(
             keys, values = zip(pair, prompt, strict=True)
             return pair, keys, values
 
-        recur = partial(recur_rows, config.delta, mesh, reads[:, None], start=entry)
-        given_to = blocks, layer, held, weights, x
-        x, kept, one = run_block(*given_to, recur=recur, keep=keep, routing=routing)
-        return x, (kept, one)
+        recur = partial(delta.recur_rows, config.delta, mesh, reads[:, None], start=entry)
+        x, kept, route = run_block(
+            blocks, layer, held, weights, x, recur=recur, keep=keep, routing=routing
+        )
+        return x, (kept, route)
 
     x, inputs = embed_tokens(config, params, ids[:, None], mesh)
     x, left = run_layers(config, body, x, params, inputs, cache, shared.cache)
-    report_routing(params, [one for _, one in left], routed)
-    return rms_norm(config, params["norm"], x)[:, 0], [entry for entry, _ in left]
+    report_routing(params, [route for _, route in left], routed)
+    return _last_hidden(config, params, x)[:, 0], [entry for entry, _ in left]
 
 
 def extend(
@@ -361,7 +361,7 @@ def extend(
             tokens on is replaced. A state begins at `starts` with that of the prompt, and else is
             that of the token before.
         prompts: the row of each slot [B, ...].
-        starts: as of `Shared`.
+        starts: as in `Shared`.
     """
     ids, positions, lengths = tokens
     assert lengths is not None
@@ -380,18 +380,18 @@ def extend(
     blocks = Blocks(config, make_mix(config, queries, {}, attender_of), mesh)
     held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
 
-    def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
-        *weights, entry, prompt = given
+    def body(x: Array, layer: Layer, operands: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
+        *weights, entry, prompt = operands
 
         def keep(k: Array, v: Array) -> tuple[Any, Array, Array]:
             new = _write(entry[0], k, at), _write(entry[1], v, at)
             whole = [jnp.concatenate(pair, 2) for pair in zip(prompt, new, strict=True)]
             return new, whole[0], whole[1]
 
-        def recur(inputs: Inputs, filters: Filters) -> tuple[Array, Any]:
+        def recur(inputs: delta.Inputs, filters: delta.Filters) -> tuple[Array, Any]:
             goes_on = (at > 0)[:, None, None, None]
             start = jax.tree.map(partial(jnp.where, goes_on), entry, prompt)
-            return recur_rows(config.delta, mesh, mask, inputs, filters, start)
+            return delta.recur_rows(config.delta, mesh, mask, inputs, filters, start)
 
         x, kept, _ = run_block(blocks, layer, held, weights, x, recur=recur, keep=keep)
         return x, kept
@@ -418,7 +418,7 @@ def embed_tokens(
 ) -> tuple[Array, list[Array]]:
     """Looks up rows of the embedding in `dtype`, its own where None, scaled where the family does
     so; its D is gathered first: a lookup split both ways is replicated. Also returns what each
-    block reads beside them (`at_blocks`).
+    block reads beside them (`split_by_block`).
 
     Args:
         split: the axis of a stream's tokens.
@@ -430,19 +430,19 @@ def embed_tokens(
     dtype = table.dtype if dtype is None else jnp.dtype(dtype)
     how = dtype, mesh, vocab, split
     x = by_rows(_look_up(table, tokens, *how), mesh, *split)
-    if FAMILIES[config.family].scaled_embedding:
-        x = x * jnp.asarray(math.sqrt(config.d_model), x.dtype)
+    family = FAMILIES[config.family]
+    x = x if family.embed is None else family.embed(config, x)
     inputs = None
     if config.layer_inputs:
-        given, width = params["layer_inputs"], config.layer_inputs
-        rows = by_rows(_look_up(given["embedding"], tokens, *how), mesh, *split)
+        weights, width = params["layer_inputs"], config.layer_inputs
+        rows = by_rows(_look_up(weights["embedding"], tokens, *how), mesh, *split)
         by_layer = (*x.shape[:2], config.n_layers, width)
-        read = product_of(config, x.reshape(-1, config.d_model), given["projection"].T)
+        read = product_of(config, x.reshape(-1, config.d_model), weights["projection"].T)
         read = read * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         rows = rows * jnp.asarray(math.sqrt(width), x.dtype)
-        both = rms_norm(config, given["norm"], read.reshape(by_layer)) + rows.reshape(by_layer)
+        both = rms_norm(config, weights["norm"], read.reshape(by_layer)) + rows.reshape(by_layer)
         inputs = jnp.moveaxis(both * jnp.asarray(2**-0.5, x.dtype), 2, 0)
-    return x, at_blocks(config, params, inputs)
+    return x, split_by_block(config, params, inputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
@@ -470,12 +470,6 @@ def _look_up(
         sharding = NamedSharding(mesh, PartitionSpec(vocab, None))
         table = jax.lax.with_sharding_constraint(table, sharding)
     return table[tokens]
-
-
-def _look_up_forward(
-    table: Array, tokens: Array, *how: Hashable
-) -> tuple[Array, tuple[Array, Array]]:
-    return _look_up(table, tokens, *how), (table, tokens)  # of the table: its shape
 
 
 def _look_up_backward(
@@ -518,7 +512,9 @@ def _look_up_backward(
     return summed.astype(table.dtype), None
 
 
-_look_up.defvjp(_look_up_forward, _look_up_backward)
+_look_up.defvjp(  # the table is kept for its shape
+    lambda table, tokens, *how: (_look_up(table, tokens, *how), (table, tokens)), _look_up_backward
+)
 
 
 def make_mix(
@@ -537,7 +533,7 @@ def make_mix(
     """
     kinds = [LayerKind(None, x.rope_theta, x.rotates, head_dim=x.head_dim) for x in config.kinds]
     ropes = {kind: rope_angles(config, positions, kind) for kind in dict.fromkeys(kinds)}
-    windows = [(config.of(kind).head_dim, kind.window) for kind in config.kinds]
+    windows = [(config.layer_of(kind).head_dim, kind.window) for kind in config.kinds]
     attends = {
         (dim, window): attend(kernels.get(dim), window=window)
         for dim, window in dict.fromkeys(windows)
@@ -590,6 +586,10 @@ def watch_layers(outputs: list[Array]) -> Iterator[None]:
         _WATCHED.reset(token)
 
 
+def _with_layer(body: Callable[..., tuple[X, Tree]], layer: Layer) -> Callable[..., Any]:
+    return lambda x, given: body(x, layer, given)
+
+
 def run_layers(
     config: DecoderConfig,
     body: Callable[..., tuple[X, Tree]],
@@ -614,9 +614,14 @@ def run_layers(
         watched = _WATCHED.get()
         if watched is not None:
             watched.append(x)
-        for i, given in enumerate(zip(params["layers"], *more, strict=True)):
-            x, one = body(x, Layer(config.kinds[i % len(config.kinds)], i), given)
-            left.append(one)
+        traced: dict[LayerKind, Callable[[X, Tree], tuple[X, Tree]]] = {}
+        for i, operands in enumerate(zip(params["layers"], *more, strict=True)):
+            layer = Layer(config.kinds[i % len(config.kinds)], i)
+            run = _with_layer(body, layer)
+            if not config.lenders:  # else it also leaves keys and values for the layers above
+                run = traced.setdefault(layer.kind, jax.jit(run, inline=True))
+            x, entry = run(x, operands)
+            left.append(entry)
             if watched is not None:
                 watched.append(x)
         return x, left
@@ -629,26 +634,26 @@ def run_layers(
     def alike(layer: Layer) -> tuple[LayerKind, bool]:
         return layer.kind, isinstance(layer.number, int)
 
-    def one_of(layers: tuple[Layer, ...], given: Tree, x: X, place: Array) -> tuple[X, Tree]:
-        return body(x, layers, given, place)
+    def one_of(layers: tuple[Layer, ...], operands: Tree, x: X, place: Array) -> tuple[X, Tree]:
+        return body(x, layers, operands, place)
 
-    def bodies(x: X, given: Tree) -> tuple[X, list[Tree]]:
-        found: list[Tree] = []
-        numbers, each = given
+    def bodies(x: X, operands: Tree) -> tuple[X, list[Tree]]:
+        entries: list[Tree] = []
+        numbers, by_place = operands
         layers = [
             layer if number is None else Layer(layer.kind, number)
             for layer, number in zip(at, numbers, strict=True)
         ]
         if in_turn and len(layers) > 1:
-            for _, run in groupby(zip(layers, each, strict=True), lambda one: alike(one[0])):
+            for _, run in groupby(zip(layers, by_place, strict=True), lambda pair: alike(pair[0])):
                 same, of = zip(*run, strict=True)
-                x, own = jax.lax.scan(partial(one_of, same, of), x, jnp.arange(len(same)))
-                found += [jax.tree.map(lambda leaf, i=i: leaf[i], own) for i in range(len(same))]
-            return x, found
-        for layer, one in zip(layers, each, strict=True):
-            x, own = body(x, layer, one)
-            found.append(own)
-        return x, found
+                x, entry = jax.lax.scan(partial(one_of, same, of), x, jnp.arange(len(same)))
+                entries += [jax.tree.map(lambda x, i=i: x[i], entry) for i in range(len(same))]
+            return x, entries
+        for layer, parts in zip(layers, by_place, strict=True):
+            x, entry = body(x, layer, parts)
+            entries.append(entry)
+        return x, entries
 
     return jax.lax.scan(bodies, x, (numbers, list(zip(blocks_of(params), *more, strict=True))))
 
@@ -657,10 +662,10 @@ def run_block(
     blocks: Blocks,
     layer: Layer,
     held: dict[LayerKind, Any],
-    given: Sequence[Any],
+    operands: Sequence[Any],
     x: Array,
     *,
-    recur: Recur | None = None,
+    recur: delta.Recur | None = None,
     keep: Callable[..., tuple[Tree, Any, Any]] | None = None,
     routing: Routing = NO_ROUTING,
 ) -> tuple[Array, Tree, Routed | None]:
@@ -670,7 +675,7 @@ def run_block(
     Args:
         held: the keys and values of `DecoderConfig.lenders`, which layers that borrow read; a
             lender puts its own there.
-        given: the layer's parameters, and [B, T, P] where it reads more than the residual.
+        operands: the layer's parameters, and [B, T, P] where it reads more than the residual.
         recur: of a layer with a state.
         keep: (k, v) -> the layer's entry of a cache, and the keys and values that queries attend
             to; None: they are all (k, v). Called unless the layer borrows, whose entry is ().
@@ -678,8 +683,8 @@ def run_block(
     Returns:
         The stream, the layer's entry of a cache, and what the router did, if there is one.
     """
-    (config, mix, mesh, split), (p, own) = blocks, given
-    c, kind = config.of(layer.kind), layer.kind
+    (config, mix, mesh, split), (p, layer_input) = blocks, operands
+    c, kind = config.layer_of(layer.kind), layer.kind
     after = c.block.norms == "after"
     entry: Tree = ()
     routed = None
@@ -687,7 +692,7 @@ def run_block(
     read = x if after else rms_norm(c, p["attn_norm"], x)
     if kind.recurs:
         assert recur is not None
-        out, entry = gated_delta(c, p["delta"], read, recur)
+        out, entry = delta.gated_delta(c, p["delta"], read, recur)
     else:
         rope, attend = mix(layer)
 
@@ -703,7 +708,8 @@ def run_block(
         out = grouped_attention(c, p["attn"], read, rope, attend_held)
     if after or "attn_post_norm" in p:
         out = rms_norm(c, p["attn_norm" if after else "attn_post_norm"], out)
-    x = x + out
+    add = FAMILIES[config.family].add
+    x = x + (out if add is None else add(config, out))
 
     read = x if after else rms_norm(c, p["mlp_norm"], x)
     if c.experts is None:
@@ -712,24 +718,24 @@ def run_block(
         out, routed = mixture_block(c, p["mlp"], read, x, mesh, routing._replace(split=split))
     if after or "mlp_post_norm" in p:
         out = rms_norm(c, p["mlp_norm" if after else "mlp_post_norm"], out)
-    x = x + out
+    x = x + (out if add is None else add(config, out))
 
     if c.layer_inputs:
         gate = ACTIVATIONS[c.block.activation](linear(c, p["input"]["gate"], x))
-        x = x + rms_norm(c, p["input_norm"], linear(c, p["input"]["out"], gate * own))
+        x = x + rms_norm(c, p["input_norm"], linear(c, p["input"]["out"], gate * layer_input))
     if "block_scale" in p:
         scale = jax.lax.stop_gradient(p["block_scale"])
         x = x * scale.astype(x.dtype).reshape((1,) * x.ndim)
     return by_rows(x, mesh, *split), entry, routed
 
 
-def report_routing(params: Params, found: list[Tree], routed: list[Routed] | None) -> None:
+def report_routing(params: Params, routes: list[Tree], routed: list[Routed] | None) -> None:
     """Appends what the routers of all layers did, as `run_layers` found it."""
-    if routed is None or not jax.tree.leaves(found):
+    if routed is None or not jax.tree.leaves(routes):
         return
     if isinstance(params["layers"], list):
-        routed.append(jax.tree.map(lambda *xs: jnp.stack(xs), *found))
+        routed.append(jax.tree.map(lambda *xs: jnp.stack(xs), *routes))
     else:  # the layers of each block
         routed.append(
-            jax.tree.map(lambda *xs: jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:]), *found)
+            jax.tree.map(lambda *xs: jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:]), *routes)
         )

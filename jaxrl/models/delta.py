@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule (Gated Delta Networks, arXiv 2412.06464), of whole rows:
 in chunks where they have several tokens, as one step of the recurrence where they have one.
 
-Of each head the state S [V, K] forgets by a factor exp(g) in (0, 1], and what a key k (of length 1)
+The state S [V, K] of a head forgets by a factor exp(g) in (0, 1], and what a key k (of length 1)
 reads of it is moved towards its value v by a rate b in (0, 1) (the same, eq. 10):
 
     S_t = exp(g_t) S_{t-1} + b_t (v_t - exp(g_t) S_{t-1} k_t) k_t^T        o_t = S_t q_t
@@ -24,8 +24,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxrl.errors import UserError
 from jaxrl.models.family import DecoderLike
 from jaxrl.models.layers import Arrays, Parameter, Parameters, kernel, linear, low_rank, rms_norm
-from jaxrl.models.packing import Packing, by_heads
-from jaxrl.sharding.axes import HEADS, ROWS, divided
+from jaxrl.models.packing import Packing, run_by_heads
+from jaxrl.sharding.axes import HEADS, ROWS, dim_spec
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -99,8 +99,8 @@ class Inputs(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """Of the convolutions over tokens, one for each channel; the last entry is that of the token
-    itself."""
+    """Filters of the convolutions over tokens, one for each channel; the last entry is that of the
+    token itself."""
 
     q: jax.Array
     """[N*K, 1, conv]."""
@@ -114,16 +114,16 @@ Recur = Callable[[Inputs, Filters], tuple[jax.Array, Any]]
 
 
 def delta_parameters(c: DecoderLike) -> Parameters:
-    """Returns those of a layer with the gated delta rule."""
+    """Returns the parameters of a layer with the gated delta rule."""
     d, delta, name = c.d_model, c.delta, "linear_attn."
     k, v, heads = delta.k_width, delta.v_width, delta.v_heads
     axes, both = ("embed", "state_heads"), f"{name}in_proj_qkv.weight"
-    found = {
+    table = {
         f"delta/{x}/kernel": kernel(d, n, axes, both) for x, n in zip("qkv", (k, k, v), strict=True)
     }
     for x, n in zip("zba", (v, heads, heads), strict=True):
-        found[f"delta/{x}/kernel"] = kernel(d, n, axes, f"{name}in_proj_{x}.weight")
-    found["delta/o/kernel"] = kernel(v, d, axes[::-1], f"{name}out_proj.weight")
+        table[f"delta/{x}/kernel"] = kernel(d, n, axes, f"{name}in_proj_{x}.weight")
+    table["delta/o/kernel"] = kernel(v, d, axes[::-1], f"{name}out_proj.weight")
 
     def filters(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return jax.random.normal(key, shape) / shape[-1] ** 0.5
@@ -133,12 +133,12 @@ def delta_parameters(c: DecoderLike) -> Parameters:
 
     for x, n in zip("qkv", (k, k, v), strict=True):
         shape, by_head = (n, 1, delta.conv), ("state_heads", None, None)
-        found[f"delta/conv/{x}"] = Parameter(shape, by_head, f"{name}conv1d.weight", filters)
-    one = (heads,), ("state_heads",)
-    found["delta/log_decay"] = Parameter(*one, f"{name}A_log", decay)
-    found["delta/bias"] = Parameter(*one, f"{name}dt_bias", 1.0)
-    found["delta/norm/scale"] = Parameter((delta.v_dim,), (None,), f"{name}norm.weight", 1.0)
-    return found
+        table[f"delta/conv/{x}"] = Parameter(shape, by_head, f"{name}conv1d.weight", filters)
+    per_head = (heads,), ("state_heads",)
+    table["delta/log_decay"] = Parameter(*per_head, f"{name}A_log", decay)
+    table["delta/bias"] = Parameter(*per_head, f"{name}dt_bias", 1.0)
+    table["delta/norm/scale"] = Parameter((delta.v_dim,), (None,), f"{name}norm.weight", 1.0)
+    return table
 
 
 def gated_delta(c: DecoderLike, p: Arrays, x: jax.Array, recur: Recur) -> tuple[jax.Array, Any]:
@@ -156,7 +156,7 @@ def gated_delta(c: DecoderLike, p: Arrays, x: jax.Array, recur: Recur) -> tuple[
     return linear(c, p["o"], (out * gate).astype(x.dtype).reshape(by_head)), state
 
 
-def nothing_read(delta: Delta | None, rows: int, dtype: jnp.dtype) -> Recurrent:
+def initial_state(delta: Delta | None, rows: int, dtype: jnp.dtype) -> Recurrent:
     """Returns the state of rows that begin."""
     assert delta is not None
     n, m, before = delta.k_heads, delta.v_heads, delta.conv - 1
@@ -186,11 +186,11 @@ def recur_rows(
     """
     assert delta is not None
     if start is None:
-        start = nothing_read(delta, len(mask), inputs.v.dtype)
+        start = initial_state(delta, len(mask), inputs.v.dtype)
     run = partial(_recur, delta)
     if mesh is None or mesh.size == 1:
         return run(mask, inputs, filters, start)
-    heads = divided(delta.k_heads, HEADS, mesh.shape)
+    heads = dim_spec(delta.k_heads, HEADS, mesh.shape)
     by_token, kept = PartitionSpec(ROWS, None, heads), PartitionSpec(ROWS, heads)
     return jax.shard_map(
         run,
@@ -206,16 +206,16 @@ def recur_packed(delta: Delta, mesh: Mesh | None, packing: Packing) -> Recur:
     its own run from the end of that; no state is returned."""
 
     def recur(inputs: Inputs, filters: Filters) -> jax.Array:
-        found, end = [], None
+        outputs, end = [], None
         for rows in packing.rows:
             if end is not None:
                 end = jax.tree.map(lambda x: jnp.repeat(x, packing.group, 0), end)
-            own = jax.tree.map(rows.unpack, inputs)
-            read, end = recur_rows(delta, mesh, rows.mask, own, filters, end)
-            found.append(rows.pack(read))
-        return found[0] if len(found) == 1 else found[0] + found[1]
+            row_inputs = jax.tree.map(rows.unpack, inputs)
+            read, end = recur_rows(delta, mesh, rows.mask, row_inputs, filters, end)
+            outputs.append(rows.pack(read))
+        return outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
 
-    run = by_heads(recur, mesh, lambda _: delta.k_heads)
+    run = run_by_heads(recur, mesh, lambda _: delta.k_heads)
     return lambda inputs, filters: (run(inputs, filters), None)
 
 
@@ -225,11 +225,11 @@ def _recur(
     """Runs `recur_rows` on one device, which may have some of the heads."""
     lengths = mask.sum(-1, dtype=jnp.int32)
     before = start.q, start.k, start.v
-    given = zip(inputs[:3], filters, before, strict=True)
-    (q, q_end), (k, k_end), (v, v_end) = (_convolved(*each, lengths) for each in given)
+    operands = zip(inputs[:3], filters, before, strict=True)
+    (q, q_end), (k, k_end), (v, v_end) = (_convolve(*operand, lengths) for operand in operands)
     b, t, n, _ = q.shape
     per_key = v.shape[2] // n
-    q, k = _unit(q) * delta.k_dim**-0.5, _unit(k)
+    q, k = _normalise(q) * delta.k_dim**-0.5, _normalise(k)
     v = v.reshape(b, t, n, per_key, -1)
     g, rate = (
         jnp.where(mask[:, :, None], x, 0.0).reshape(b, t, n, per_key)
@@ -240,12 +240,12 @@ def _recur(
         out, state = _step(state, *(x[:, 0] for x in (q, k, v, g, rate)))
         out = out[:, None]
     else:
-        out, state = _chunks(q, k, v, g, rate, state)
+        out, state = _run_chunks(q, k, v, g, rate, state)
     kept = Recurrent(state.reshape(start.state.shape), q_end, k_end, v_end)
     return out.reshape(b, t, n * per_key, -1).astype(inputs.v.dtype), kept
 
 
-def _convolved(
+def _convolve(
     x: jax.Array, filters: jax.Array, before: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Computes silu of the convolution of x [B, T, heads, H] over tokens, in float32, and the last
@@ -253,14 +253,14 @@ def _convolved(
     reach = before.shape[2]
     whole = jnp.concatenate([jnp.swapaxes(before, 1, 2).astype(x.dtype), x], 1)
     taps = filters.reshape(1, 1, *x.shape[2:], reach + 1).astype(jnp.float32)
-    found = sum(whole[:, i : i + x.shape[1]] * taps[..., i] for i in range(reach + 1))
+    summed = sum(whole[:, i : i + x.shape[1]] * taps[..., i] for i in range(reach + 1))
     at = (lengths[:, None] + jnp.arange(reach)[None])[..., None, None]
     end = jnp.take_along_axis(whole, at, 1, mode="promise_in_bounds")
-    out = jax.nn.silu(found).astype(x.dtype)  # rounded as its input is
+    out = jax.nn.silu(summed).astype(x.dtype)  # rounded as its input is
     return out.astype(jnp.float32), jnp.swapaxes(end, 1, 2).astype(before.dtype)
 
 
-def _unit(x: jax.Array) -> jax.Array:
+def _normalise(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + EPS)
 
 
@@ -285,7 +285,7 @@ def _step(
     return jnp.sum(state * q, -1), state
 
 
-def _chunks(
+def _run_chunks(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, rate: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `_step` over T tokens [B, T, ...], one chunk of C after the other, all tokens of a chunk
@@ -306,14 +306,14 @@ def _chunks(
     """
     b, t, n, per_key = g.shape
     size = min(CHUNK, t)
-    qs, ks = (jnp.moveaxis(_chunked(x, size), 2, 3) for x in (q, k))
-    vs = jnp.moveaxis(_chunked(v, size), 2, 4)
-    gs, rates = (jnp.moveaxis(_chunked(x, size), 2, 4) for x in (g, rate))
+    qs, ks = (jnp.moveaxis(_split_chunks(x, size), 2, 3) for x in (q, k))
+    vs = jnp.moveaxis(_split_chunks(v, size), 2, 4)
+    gs, rates = (jnp.moveaxis(_split_chunks(x, size), 2, 4) for x in (g, rate))
     lower = jnp.tril(jnp.ones((size, size), bool))
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def chunk(state: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, g, rate = given  # [B,N,C,K] twice, [B,N,G,C,V], [B,N,G,C] twice
+    def chunk(state: jax.Array, tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, g, rate = tokens  # [B,N,C,K] twice, [B,N,G,C,V], [B,N,G,C] twice
         c = jnp.cumsum(g, -1)
         decay = jnp.exp(jnp.where(lower, c[..., :, None] - c[..., None, :], -jnp.inf))
         grown, rate = jnp.exp(c)[..., None], rate[..., None]
@@ -337,7 +337,7 @@ def _chunks(
     return out.reshape(b, -1, *out.shape[3:])[:, :t], state
 
 
-def _chunked(x: jax.Array, size: int) -> jax.Array:
+def _split_chunks(x: jax.Array, size: int) -> jax.Array:
     """Splits x [B, T, ...] into [chunks, B, C, ...], with zeros behind the last token."""
     pad = [(0, 0)] * x.ndim
     pad[1] = (0, -x.shape[1] % size)

@@ -42,12 +42,12 @@ from jaxrl.models.layers import (
     kernel,
     linear,
     mlp_parameters,
+    multiply_vector,
     norm_scale,
     rms_norm,
-    times_vector,
 )
 from jaxrl.models.lora import SCALE, dequantise
-from jaxrl.sharding.axes import EXPERTS, ROWS, AxisName, SplitOver, divided
+from jaxrl.sharding.axes import EXPERTS, ROWS, AxisName, SplitOver, dim_spec
 from jaxrl.types import Array, Tree
 
 LEAST_BLOCK, MOST_BLOCK = 8, 256
@@ -160,8 +160,9 @@ class Routing(NamedTuple):
     copies: Array | None = None
     """[B, T] float32: how often each token counts in `Routed.mass`, 0 at padding."""
     ridge: float | None = None
-    """Of the device, in a decode step, whose tokens are so few that all kernels are read anyway:
-    every expert computes every token, or so many rows as `step_rows` says."""
+    """FLOPs of the device for each byte that its memory moves, in a decode step: its tokens are so
+    few that all kernels are read anyway, and every expert computes every token, or as many rows as
+    `step_rows` says."""
     split: tuple[AxisName, ...] = ()
     """The axis of a stream's tokens."""
 
@@ -171,13 +172,13 @@ PROJECTIONS = ("gate", "up", "down")
 
 
 def expert_parameters(c: DecoderLike) -> Parameters:
-    """Returns those of a router and its experts, and of the MLP that these add to."""
+    """Returns the parameters of a router and its experts, and of the MLP that these add to."""
     experts, d, f, b = c.experts, c.d_model, c.d_ff, c.block
-    found = mlp_parameters(c, experts.dense_width) if experts.beside else {}
+    table = mlp_parameters(c, experts.dense_width) if experts.beside else {}
     router = kernel(d, experts.count, ("embed", None), "mlp.gate.weight")
-    found["mlp/router/kernel"] = replace(router, fixed=True)
+    table["mlp/router/kernel"] = replace(router, fixed=True)
     if b.expert_bias:
-        found["mlp/router/bias"] = Parameter((experts.count,), (None,), "mlp.router.bias", 0.0)
+        table["mlp/router/bias"] = Parameter((experts.count,), (None,), "mlp.router.bias", 0.0)
 
     def first(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return jax.random.normal(key, shape) / math.sqrt(shape[-2])
@@ -189,25 +190,25 @@ def expert_parameters(c: DecoderLike) -> Parameters:
     ):
         shape, tensor = (experts.count, n_in, n_out), f"mlp.experts.{{expert}}.{name}_proj.weight"
         path = f"mlp/experts/{name}"
-        found[f"{path}/kernel"] = Parameter(shape, ("expert", *axes), tensor, first)
+        table[f"{path}/kernel"] = Parameter(shape, ("expert", *axes), tensor, first)
         if b.expert_bias:
             both = ("expert", None if name == "down" else "mlp")
-            found[f"{path}/bias"] = Parameter(
+            table[f"{path}/bias"] = Parameter(
                 (experts.count, n_out), both, f"mlp.experts.{name}_proj_bias", 0.0
             )
     if experts.beside == "gate":
         gate = kernel(d, 1, ("embed", None), "mlp.shared_expert_gate.weight")
-        found["mlp/shared_gate/kernel"] = replace(gate, fixed=True)
+        table["mlp/shared_gate/kernel"] = replace(gate, fixed=True)
     if experts.beside == "norms":
-        found["mlp/router_scale"] = Parameter((d,), (None,), "router.scale")
-        found["mlp/expert_scale"] = Parameter((experts.count,), (None,), "router.per_expert_scale")
+        table["mlp/router_scale"] = Parameter((d,), (None,), "router.scale")
+        table["mlp/expert_scale"] = Parameter((experts.count,), (None,), "router.per_expert_scale")
         for name, tensor in (
             ("out_norm", "post_feedforward_layernorm_1.weight"),
             ("experts_norm", "pre_feedforward_layernorm_2.weight"),
             ("experts_out_norm", "post_feedforward_layernorm_2.weight"),
         ):
-            found[f"mlp/{name}/scale"] = norm_scale(c, d, tensor)
-    return found
+            table[f"mlp/{name}/scale"] = norm_scale(c, d, tensor)
+    return table
 
 
 def mixture_block(
@@ -232,14 +233,15 @@ def mixture_block(
     kernels = ExpertKernels(router["kernel"], gate, up, down, bias, scale)
     activation = ACTIVATIONS[c.block.activation]
     activate = c.experts.clamp or (lambda gate, up: activation(gate) * up)
-    how = c.experts, activate, mesh
-    run: Callable[..., Any] = partial(mix, *how, routing=routing, frozen=c.lora is not None)
+    run: Callable[..., Any] = partial(
+        mix, c.experts, activate, mesh, routing=routing, frozen=c.lora is not None
+    )
     if c.experts.beside != "norms":
         out, routed = run(x, kernels)
         if c.experts.beside == "gate":
             out = out + jax.nn.sigmoid(linear(c, p["shared_gate"], x)) * gated_mlp(c, p, x)
         return out, routed
-    asked = times_vector(rms_norm(c, {}, residual), p["router_scale"].astype(x.dtype))
+    asked = multiply_vector(rms_norm(c, {}, residual), p["router_scale"].astype(x.dtype))
     asked = asked * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
     out, routed = run(rms_norm(c, p["experts_norm"], residual), kernels, asked)
     dense = rms_norm(c, p["out_norm"], gated_mlp(c, p, x))
@@ -281,9 +283,9 @@ def mix(
         copies: jax.Array | None,
     ) -> tuple[jax.Array, Routed]:
         rows = x.reshape(-1, x.shape[-1])
-        given = None if recorded is None else recorded.reshape(-1, experts.chosen)
+        replayed = None if recorded is None else recorded.reshape(-1, experts.chosen)
         read = rows if asked is None else asked.reshape(rows.shape)
-        ids, weights, logprobs = route(experts, read, kernels.router, given, kernels.router_bias)
+        ids, weights, logprobs = route(experts, read, kernels.router, replayed, kernels.router_bias)
         if kernels.scale is not None:
             weights = weights * kernels.scale.astype(jnp.float32)[ids]
         probs = jnp.exp(logprobs)
@@ -294,14 +296,14 @@ def mix(
         routed = Routed(ids.reshape(*x.shape[:2], -1), entropy.reshape(x.shape[:2]), mass)
         bias, shift = kernels.down.bias, None
         if bias is not None:  # [E, D], of each token's experts, weighted: [n, D] float32
-            each = _by_expert(ids, weights, len(bias))
-            shift = jnp.matmul(each, bias.astype(jnp.float32), precision="highest")
+            part = _by_expert(ids, weights, len(bias))
+            shift = jnp.matmul(part, bias.astype(jnp.float32), precision="highest")
         if over is not None:
             parts = rows, ids, weights
             rows, ids, weights = (jax.lax.all_gather(part, over, tiled=True) for part in parts)
             ids = ids - jax.lax.axis_index(over) * len(kernels.gate.kernel)
         down = kernels.down._replace(bias=None)
-        products = (_cast(each, x.dtype) for each in (kernels.gate, kernels.up, down))
+        products = (_cast(part, x.dtype) for part in (kernels.gate, kernels.up, down))
         if ridge is None:
             size = block_rows(ids.size, experts.count)
             out = chosen_experts(activate, size, frozen, rows, ids, weights, *products)
@@ -320,13 +322,13 @@ def mix(
             out = (out.astype(jnp.float32) + shift).astype(x.dtype)
         return out.reshape(x.shape), routed
 
-    given = x, kernels, asked, recorded, copies
+    arguments = x, kernels, asked, recorded, copies
     if mesh is None or mesh.size == 1:
-        return on_device(*given)
-    by_expert = divided(experts.count, (EXPERTS,), mesh.shape)
+        return on_device(*arguments)
+    by_expert = dim_spec(experts.count, (EXPERTS,), mesh.shape)
     down = kernels.down
     wide = down.kernel.shape[1] if down.scale is None else down.scale.shape[1]
-    by_width = divided(wide, ("tensor",), mesh.shape)  # of a quantised kernel, its blocks
+    by_width = dim_spec(wide, ("tensor",), mesh.shape)  # of a quantised kernel, its blocks
     over = by_expert if mesh.shape[EXPERTS] > 1 else None
     width = by_width if mesh.shape["tensor"] > 1 else None
     whole = PartitionSpec()
@@ -342,7 +344,7 @@ def mix(
         in_specs=(tokens, parts, tokens, tokens, tokens),
         out_specs=(tokens, Routed(tokens, tokens, whole)),
         check_vma=False,
-    )(*given)
+    )(*arguments)
 
 
 def route(
@@ -362,8 +364,8 @@ def route(
     probs = jnp.exp(logprobs)
     _, ids = jax.lax.top_k(jax.lax.stop_gradient(logits), experts.chosen)
     if recorded is not None:
-        given = recorded.astype(jnp.int32)
-        ids = jnp.where(given < 0, ids, given)
+        replayed = recorded.astype(jnp.int32)
+        ids = jnp.where(replayed < 0, ids, replayed)
     weights = jnp.take_along_axis(probs, ids, -1)
     if experts.normalised:  # over the chosen ones, which may be improbable where they are replayed
         weights = jax.nn.softmax(jnp.take_along_axis(logits, ids, -1), -1)
@@ -372,15 +374,15 @@ def route(
 
 def _by_expert(ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
     """Returns the weight of each expert, [n, E], 0 where a token does not pass it."""
-    own = ids[:, :, None] == jnp.arange(count)[None, None]
-    return jnp.where(own, weights[:, :, None], 0.0).sum(1)
+    passes = ids[:, :, None] == jnp.arange(count)[None, None]
+    return jnp.where(passes, weights[:, :, None], 0.0).sum(1)
 
 
-def _cast(given: ExpertKernel, dtype: np.dtype) -> ExpertKernel:
+def _cast(projection: ExpertKernel, dtype: np.dtype) -> ExpertKernel:
     """Casts what is multiplied to the dtype of the products; biases are added as they are."""
-    kernel = given.kernel if given.scale is not None else given.kernel.astype(dtype)
-    a, b = (x if x is None else x.astype(dtype) for x in (given.lora_a, given.lora_b))
-    return given._replace(kernel=kernel, lora_a=a, lora_b=b)
+    kernel = projection.kernel if projection.scale is not None else projection.kernel.astype(dtype)
+    a, b = (x if x is None else x.astype(dtype) for x in (projection.lora_a, projection.lora_b))
+    return projection._replace(kernel=kernel, lora_a=a, lora_b=b)
 
 
 def more_blocks(rows: int, chosen: int, count: int, size: int) -> int:
@@ -405,9 +407,9 @@ def step_rows(rows: int, chosen: int, count: int, d: int, f: int, ridge: float) 
     """
 
     def cost(size: int) -> float:
-        """In reads of a kernel, over three projections: six times a row goes in or out of one at
-        the width of an expert. At that of the model four times, unless `every_expert` is computed,
-        which reads the tokens as they are and sums in its last product."""
+        """Counts reads of a kernel, over three projections: six times a row goes in or out of one
+        at the width of an expert. At that of the model four times, unless `every_expert` is
+        computed, which reads the tokens as they are and sums in its last product."""
         more = more_blocks(rows, chosen, count, size)
         moved = (count + more) * size * (6 * f + (4 * d if more else 0)) / (3 * d * f)
         return max(count + MOVES * more + moved, (count + more) * size / ridge)
@@ -432,16 +434,16 @@ def step_experts(
     blocks, of which there are always as many as the worst choice of experts needs.
     """
     count, (n, k) = len(projections[0].kernel), ids.shape
-    own = ids[:, :, None] == jnp.arange(count)[None, None]  # [n, k, E]
-    passes = own.any(1).astype(jnp.int32)
+    matches = ids[:, :, None] == jnp.arange(count)[None, None]  # [n, k, E]
+    passes = matches.any(1).astype(jnp.int32)
     before = jnp.cumsum(passes, 0) - passes  # of an expert's rows, those of earlier tokens
-    rank = jnp.where(own, before[:, None], 0).sum(-1)
+    rank = jnp.where(matches, before[:, None], 0).sum(-1)
     more = jnp.maximum(-(-passes.sum(0) // size) - 1, 0)
     ends = jnp.cumsum(more)
-    further = jnp.where(own, (ends - more)[None, None], 0).sum(-1) + rank // size - 1 + count
+    further = jnp.where(matches, (ends - more)[None, None], 0).sum(-1) + rank // size - 1 + count
     total = count + more_blocks(n, k, count, size)
     place = jnp.where(rank < size, ids, further) * size + rank % size
-    place = jnp.where(own.any(-1), place, total * size)
+    place = jnp.where(matches.any(-1), place, total * size)
     source = jnp.full(total * size, n * k, jnp.int32)
     numbers = jnp.arange(n * k, dtype=jnp.int32)
     source = source.at[place.reshape(-1)].set(numbers, mode="drop")
@@ -450,8 +452,8 @@ def step_experts(
 
     def run(source: jax.Array, projections: Sequence[ExpertKernel]) -> jax.Array:
         taken = _take(x, source // k).reshape(-1, size, x.shape[1])
-        each = _take(weights.reshape(-1), source).reshape(-1, size, 1)
-        return _run_experts(activate, projections, taken, each).reshape(len(source), -1)
+        row_weights = _take(weights.reshape(-1), source).reshape(-1, size, 1)
+        return _run_experts(activate, projections, taken, row_weights).reshape(len(source), -1)
 
     first, rest = jnp.split(source, [count * size])
     out = [run(first, projections), run(rest, [_pick_experts(one, of) for one in projections])]
@@ -469,9 +471,9 @@ def every_expert(
 ) -> jax.Array:
     """Computes `chosen_experts` for few tokens."""
     count = len(gate.kernel)
-    each = _by_expert(ids, weights, count).T[..., None]  # [E, n, 1]
+    expert_weights = _by_expert(ids, weights, count).T[..., None]  # [E, n, 1]
     rows = jnp.broadcast_to(x[None], (count, *x.shape))
-    wide = _activate(activate, _project(gate, rows), _project(up, rows), each)
+    wide = _activate(activate, _project(gate, rows), _project(up, rows), expert_weights)
     if down.lora_a is None and down.scale is None:
         return jnp.einsum("eni,eid->nd", wide, down.kernel)
     return _project(down, wide).sum(0)
@@ -493,7 +495,7 @@ def _project(by: ExpertKernel, x: jax.Array) -> jax.Array:
         by = by._replace(kernel=held[0], scale=held[1])
     y = x @ _kernel(by, x.dtype)
     if by.lora_a is not None and by.lora_b is not None:
-        y = y + _low(x, by.lora_a, by.lora_b)
+        y = y + _low_rank_product(x, by.lora_a, by.lora_b)
     return y if by.bias is None else y + by.bias.astype(x.dtype)[:, None]
 
 
@@ -501,7 +503,7 @@ def _kernel(of: ExpertKernel, dtype: np.dtype) -> jax.Array:
     return of.kernel if of.scale is None else dequantise(of.kernel, of.scale, dtype)
 
 
-def _low(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+def _low_rank_product(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     return (x @ a) @ b
 
 
@@ -535,16 +537,16 @@ class _Sorted(NamedTuple):
     def chunk(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the sources of the i-th rows that are computed at once, and their blocks'
         experts."""
-        own = jax.lax.dynamic_slice_in_dim(self.source, i * self.step, self.step)
-        return own, jax.lax.dynamic_slice_in_dim(self.expert, i * self.at_once, self.at_once)
+        sources = jax.lax.dynamic_slice_in_dim(self.source, i * self.step, self.step)
+        return sources, jax.lax.dynamic_slice_in_dim(self.expert, i * self.at_once, self.at_once)
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
         """Returns x[index] of rows that are computed at once, by block."""
         return _take(x, index).reshape(self.at_once, self.size, -1)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        """Zeros that depend on the rows: XLA fills constants of all layers of an unstacked model
-        before the first layer runs."""
+        """Makes zeros that depend on the rows: XLA fills constants of all layers of an unstacked
+        model before the first layer runs."""
         return jnp.full(shape, jnp.minimum(self.blocks, 0).astype(dtype))
 
     def loop(self, body: Callable[..., Carry], start: Carry) -> Carry:
@@ -597,10 +599,10 @@ def chosen_experts(
     rows, k = _sort(ids, len(projections[0].kernel), size), ids.shape[1]
 
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
-        own, of = rows.chunk(i)
-        taken, each = rows.take(x, own // k), rows.take(weights.reshape(-1), own)
+        sources, of = rows.chunk(i)
+        taken, row_weights = rows.take(x, sources // k), rows.take(weights.reshape(-1), sources)
         result = _run_experts(
-            activate, [_pick_experts(part, of) for part in projections], taken, each
+            activate, [_pick_experts(part, of) for part in projections], taken, row_weights
         )
         result = result.reshape(rows.step, -1)
         return jax.lax.dynamic_update_slice_in_dim(out, result, i * rows.step, 0)
@@ -614,10 +616,6 @@ def _pick_experts(of: ExpertKernel, experts: jax.Array) -> ExpertKernel:
     return jax.tree.map(lambda leaf: leaf[experts], of)
 
 
-def _forward(activate: Activate, size: int, frozen: bool, *given: Tree) -> tuple[jax.Array, Tree]:
-    return chosen_experts(activate, size, frozen, *given), given
-
-
 def _backward(
     activate: Activate, size: int, frozen: bool, kept: Tree, d_out: jax.Array
 ) -> tuple[Tree, ...]:
@@ -626,12 +624,12 @@ def _backward(
 
     def body(i: jax.Array, carry: Tree) -> Tree:
         d_rows, d_weights, sums = carry
-        own, of = rows.chunk(i)
-        taken, d_taken = (rows.take(part, own // k) for part in (x, d_out))
-        each = rows.take(weights.reshape(-1), own)
+        sources, of = rows.chunk(i)
+        taken, d_taken = (rows.take(part, sources // k) for part in (x, d_out))
+        row_weights = rows.take(weights.reshape(-1), sources)
         gate, up, down = (_pick_experts(part, of) for part in projections)
         both = _project(gate, taken), _project(up, taken)
-        wide, back = jax.vjp(partial(_activate, activate), *both, each)
+        wide, back = jax.vjp(partial(_activate, activate), *both, row_weights)
         of_wide, of_down = _gradients(down, wide, d_taken, frozen)
         of_gate, of_up, of_weights = back(of_wide)
         more, of_gate = _gradients(gate, taken, of_gate, frozen)
@@ -659,12 +657,12 @@ def _backward(
         jax.tree.map(lambda like: rows.zeros(like.shape, jnp.dtype("float32")), trained),
     )
     d_rows, d_weights, sums = rows.loop(body, zeros)
-    found = jax.tree.map(lambda d, like: d.astype(like.dtype), sums, trained)
+    d_projections = jax.tree.map(lambda d, like: d.astype(like.dtype), sums, trained)
     return (
         _sum_rows(d_rows, rows.place).astype(x.dtype),
         None,
         _take(d_weights, rows.place),
-        *found,
+        *d_projections,
     )
 
 
@@ -674,19 +672,25 @@ def _gradients(
     """Computes the gradients of x [M, n, in] and of what is trained, in float32 where that is a
     kernel or a bias."""
     d_x = jnp.einsum("mbo,mio->mbi", d_y, _kernel(of, x.dtype))
-    found = ExpertKernel(None)
+    gradients = ExpertKernel(None)
     if not frozen:
         bias = None if of.bias is None else d_y.astype(jnp.float32).sum(1)
         kernel = jnp.einsum("mbi,mbo->mio", x, d_y, preferred_element_type=jnp.float32)
-        found = found._replace(kernel=kernel, bias=bias)
+        gradients = gradients._replace(kernel=kernel, bias=bias)
     if of.lora_a is None or of.lora_b is None:
-        return d_x, found
-    _, back = jax.vjp(_low, x, of.lora_a, of.lora_b)
+        return d_x, gradients
+    _, back = jax.vjp(_low_rank_product, x, of.lora_a, of.lora_b)
     more, d_a, d_b = back(d_y)
-    return d_x + more, found._replace(lora_a=d_a, lora_b=d_b)
+    return d_x + more, gradients._replace(lora_a=d_a, lora_b=d_b)
 
 
-chosen_experts.defvjp(_forward, _backward)
+chosen_experts.defvjp(
+    lambda activate, size, frozen, *arrays: (
+        chosen_experts(activate, size, frozen, *arrays),
+        arrays,
+    ),
+    _backward,
+)
 
 
 def _activate(activate: Activate, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
@@ -720,8 +724,8 @@ def expert_load(experts: Experts, ids: jax.Array, real: jax.Array) -> jax.Array:
 def _tokens_of(experts: Experts, ids: jax.Array, real: jax.Array) -> jax.Array:
     """Counts the tokens at each expert, [L, E] float32; arguments as in `expert_load`."""
     layers = jnp.broadcast_to(jnp.arange(len(ids))[:, None, None, None], ids.shape)
-    each = jnp.broadcast_to(real[None, :, :, None], ids.shape).astype(jnp.float32)
-    return jnp.zeros((len(ids), experts.count), jnp.float32).at[layers, ids].add(each)
+    counted = jnp.broadcast_to(real[None, :, :, None], ids.shape).astype(jnp.float32)
+    return jnp.zeros((len(ids), experts.count), jnp.float32).at[layers, ids].add(counted)
 
 
 def tokens_of_experts(experts: Experts, routed: Routed, copies: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxrl.errors import UserError, short
 from jaxrl.process.json_types import JsonObject
 
 MOST = 2**31 - 1
-"""Of any size: what an int32 holds."""
+"""The largest size that is read: what an int32 holds."""
 Raw = Mapping[str, Any]
 """A model's `config.json`, as it is parsed."""
 DecoderLike = Any
@@ -35,9 +35,9 @@ files; None where there is none."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 Norms = Literal["before", "after", "around"]
 Activation = Literal["silu", "gelu_pytorch_tanh"]
-"""Of the MLP, by the name that a `config.json` has for it."""
+"""The activation of the MLP, by its name in a `config.json`."""
 OMITTED = object()
-"""Of `Family.write`: a field that other families write, and this one does not."""
+"""Value in `Family.write` for a field that other families write, and this one does not."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class LayerKind:
     recurs: bool = False
     """Whether it has a state (`models.delta`) in place of keys and values."""
     head_dim: int | None = None
-    """Of its heads; None: the model's."""
+    """Width of its heads; None: the model's."""
     n_kv_heads: int | None = None
     """None: the model's."""
     d_ff: int | None = None
@@ -119,6 +119,9 @@ class Family:
     architecture: str
     """Class name in `config.json` and in the exported folder."""
     block: BlockKind = BlockKind()
+    model_type: str | None = None
+    """In `config.json`, of a family in a file of the user's (`families.use_family`); the others are
+    in the table by it."""
     head_dim: int | None = None
     """Where `config.json` does not say it; None is hidden_size / num_attention_heads."""
     rms_norm_eps: float = 1e-6
@@ -131,8 +134,12 @@ class Family:
     """Likewise."""
     partial_rotary: bool = False
     """Whether `partial_rotary_factor` is heeded: only the first dims of each head are rotated."""
-    scaled_embedding: bool = False
-    """Whether rows of the embedding are multiplied by sqrt(D), rounded to the compute dtype."""
+    embed: Callable[[DecoderLike, Any], Any] | None = None
+    """(config, x) -> x, of embedded tokens [..., D] in the compute dtype; None: as they are."""
+    add: Callable[[DecoderLike, Any], Any] | None = None
+    """Likewise of what attention, and then the MLP, add to the residual stream."""
+    final: Callable[[DecoderLike, Any], Any] | None = None
+    """Likewise of the hidden states after the last norm, which the LM head reads."""
     recurs: bool = False
     """Whether there are layers that keep a state in place of keys and values."""
     tensors: Mapping[str, str] = field(default_factory=dict)

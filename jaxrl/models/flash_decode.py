@@ -16,24 +16,24 @@ from jaxrl.models.splash import LANES
 from jaxrl.models.split_k import LOWEST, PartialAttention
 
 BLOCK_BYTES = 1 << 20
-"""Of keys and values in a step of the grid: enough to hide what a step costs besides."""
+"""Bytes of keys and values in a step of the grid: enough to hide what a step costs besides."""
 MOST_ROWS = 32
-"""In a step of the grid, whose code has some lines for each."""
+"""Rows in a step of the grid, whose code has some lines for each."""
 
 
 def grid_keys(positions: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
     """Returns the number of keys of a slot that a step of the grid takes, in a cache of the given
     number of positions: a multiple of `LANES`, or all that there are."""
-    each = 2 * kv_heads * head_dim * itemsize
-    return min(max(BLOCK_BYTES // each // LANES, 1) * LANES, positions)
+    key_bytes = 2 * kv_heads * head_dim * itemsize
+    return min(max(BLOCK_BYTES // key_bytes // LANES, 1) * LANES, positions)
 
 
 def grid_rows(rows: int, positions: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
     """Returns the number of rows of a cache of few positions, such as one of pages, that a step of
     the grid takes: a step costs about as much time as reading `BLOCK_BYTES`, however little it
     reads."""
-    each = 2 * kv_heads * head_dim * itemsize * positions
-    return min(max(BLOCK_BYTES // each, 1), MOST_ROWS, rows)
+    row_bytes = 2 * kv_heads * head_dim * itemsize * positions
+    return min(max(BLOCK_BYTES // row_bytes, 1), MOST_ROWS, rows)
 
 
 def attend_cache(
@@ -50,7 +50,7 @@ def attend_cache(
 
     Args:
         lengths: where 0, what is read is 0, and the log-sum-exp `LOWEST`.
-        window: only the last so many of those; blocks that end before are not read.
+        window: only the last `window` of those; blocks that end before are not read.
         interpret: runs anywhere, slowly.
     """
     from jax.experimental import pallas as pl  # 0.3 s, on TPUs only
@@ -102,7 +102,7 @@ def attend_cache(
             kept, weights = jnp.exp(top[...] - highest), jnp.exp(scores - highest)
             real = jax.lax.broadcasted_iota(jnp.int32, v.shape[1:], 1) < left
             values = jnp.where(real, v[0], 0)  # behind the cache's end there is anything, NaN too
-            found = jax.lax.dot_general(
+            read = jax.lax.dot_general(
                 weights.astype(values.dtype),
                 values,
                 (((2,), (1,)), ((0,), (0,))),
@@ -110,19 +110,19 @@ def attend_cache(
             )
             top[...] = highest
             mass[...] = mass[...] * kept + weights.sum(-1, keepdims=True)
-            sums[...] = sums[...] * kept + found
+            sums[...] = sums[...] * kept + read
 
         @pl.when(step == pl.num_programs(1) - 1)
         def _end() -> None:
             out[0] = sums[...] / mass[...]
             total[0] = jnp.log(mass[...]) + top[...]
 
-    queries, each = (kv, m, h), (kv, m, 1)
+    queries, scalars = (kv, m, h), (kv, m, 1)
     run = pl.pallas_call(
         body,
         [
             jax.ShapeDtypeStruct((r, *queries), jnp.float32),
-            jax.ShapeDtypeStruct((r, *each), jnp.float32),
+            jax.ShapeDtypeStruct((r, *scalars), jnp.float32),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -132,10 +132,10 @@ def attend_cache(
                 pl.BlockSpec((1, kv, keys, h), cached),
                 pl.BlockSpec((1, kv, keys, h), cached),
             ],
-            out_specs=[pl.BlockSpec((1, *queries), whole), pl.BlockSpec((1, *each), whole)],
+            out_specs=[pl.BlockSpec((1, *queries), whole), pl.BlockSpec((1, *scalars), whole)],
             scratch_shapes=[
-                pltpu.VMEM(each, jnp.float32),
-                pltpu.VMEM(each, jnp.float32),
+                pltpu.VMEM(scalars, jnp.float32),
+                pltpu.VMEM(scalars, jnp.float32),
                 pltpu.VMEM(queries, jnp.float32),
             ],
         ),

@@ -27,8 +27,8 @@ from jaxrl.sharding.targets import block_shared_bytes
 Kernel = Literal["cudnn", "splash"]
 """cuDNN's fused attention, of NVIDIA's GPUs; pallas's splash attention, of TPUs."""
 StepKernel = Literal["split-k", "flash-decode"]
-"""Of a decode step: pallas's split-K attention, of NVIDIA's GPUs (`models.split_k`); our own, of
-TPUs (`models.flash_decode`)."""
+"""Kernels of a decode step: pallas's split-K attention, of NVIDIA's GPUs (`models.split_k`); our
+own, of TPUs (`models.flash_decode`)."""
 TPU = "tpu"
 GPU = ("gpu", "cuda")
 """`platform` of a GPU here, and of one that a program is compiled for elsewhere."""
@@ -92,7 +92,7 @@ def target_of(devices: Iterable[DeviceFacts]) -> Target:
         targets.append(Target("gpu", OLDEST if reported is None else capability, kind))
     least = min(targets, key=lambda target: target.capability or (0, 0))
     higher = {target.capability for target in targets if target.capability != least.capability}
-    return replace(least, others=tuple(sorted(one for one in higher if one is not None)))
+    return replace(least, others=tuple(sorted(x for x in higher if x is not None)))
 
 
 def target_on(mesh: Mesh | None) -> Target:
@@ -195,7 +195,7 @@ def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
 
 
 Use = tuple[int, str, bool]
-"""Of a model in a role: a head dim, the dtype that it computes in, and whether it samples."""
+"""What a kernel is chosen for: a head dim, the dtype of the computation, whether it samples."""
 _TRIED: dict[tuple[Target, Kernel | StepKernel, int, str], str | None] = {}
 """(device, kernel, head dim, dtype) that this process has tried -> why it is not used there; None
 where it works."""

@@ -30,7 +30,7 @@ Rope = tuple[jax.Array, jax.Array]
 Arrays = Mapping[str, Any]
 """Nested parameters, such as those of one projection."""
 First = float | Callable[[jax.Array, tuple[int, ...]], jax.Array]
-"""Of a parameter before training: one number, or a function of a key and a shape."""
+"""The values of a parameter before training: one number, or a function of a key and a shape."""
 
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -87,7 +87,7 @@ def rms_norm(
 
     Args:
         p: its `scale`; empty where there is none.
-        around_one, in_float32: as of `BlockKind`, where it differs from the others.
+        around_one, in_float32: as in `BlockKind`, where it differs from the others.
     """
     in_float32 = c.block.norm_in_float32 if in_float32 is None else in_float32
     around_one = c.block.norm_around_one if around_one is None else around_one
@@ -97,7 +97,7 @@ def rms_norm(
     if "scale" not in p:
         return normed.astype(x.dtype)
     scale = p["scale"].astype(normed.dtype)
-    return times_vector(normed, 1 + scale if around_one else scale).astype(x.dtype)
+    return multiply_vector(normed, 1 + scale if around_one else scale).astype(x.dtype)
 
 
 def linear(c: DecoderLike, p: Arrays, x: jax.Array, low: jax.Array | None = None) -> jax.Array:
@@ -115,18 +115,18 @@ def linear(c: DecoderLike, p: Arrays, x: jax.Array, low: jax.Array | None = None
     if low is not None and "lora_b" in p:
         y = y + product_of(c, low, p["lora_b"])
     y = y.reshape(*x.shape[:-1], -1)
-    y = plus_vector(y, p["bias"].astype(x.dtype)) if "bias" in p else y
+    y = add_vector(y, p["bias"].astype(x.dtype)) if "bias" in p else y
     return checkpoint_name(y, PROJECTED)
 
 
 def product_of(c: DecoderLike, rows: jax.Array, kernel: jax.Array) -> jax.Array:
     """Computes rows [n, in] @ kernel [in, out] in the dtype of the rows."""
     kernel = kernel.astype(rows.dtype)
-    return _reduced_in_float32(rows, kernel) if c.reduce_in_float32 else rows @ kernel
+    return _reducing_product(rows, kernel) if c.reduce_in_float32 else rows @ kernel
 
 
 @jax.custom_vjp
-def _reduced_in_float32(rows: jax.Array, kernel: jax.Array) -> jax.Array:
+def _reducing_product(rows: jax.Array, kernel: jax.Array) -> jax.Array:
     """Computes rows @ kernel. The kernel's gradient is a product with a float32 result, so that
     devices add their parts of it in float32, and is rounded to the kernel's dtype after that."""
     return rows @ kernel
@@ -143,11 +143,11 @@ def _product_backward(
     return d_rows, d_kernel.astype(kernel.dtype)
 
 
-_reduced_in_float32.defvjp(lambda rows, kernel: (rows @ kernel, (rows, kernel)), _product_backward)
+_reducing_product.defvjp(lambda rows, kernel: (rows @ kernel, (rows, kernel)), _product_backward)
 
 
 @jax.custom_vjp
-def times_vector(x: jax.Array, scale: jax.Array) -> jax.Array:
+def multiply_vector(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Computes x [..., D] * scale [D] in one dtype. The gradient of the scale is summed over all
     tokens in float32: in bfloat16 a GPU loses 2 to 3% of it, and terms smaller than 1/256 of the
     sum so far."""
@@ -158,24 +158,23 @@ def _times_backward(
     kept: tuple[jax.Array, jax.Array], d_y: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, scale = kept
-    d_x = times_vector(d_y, scale)
+    d_x = multiply_vector(d_y, scale)
     d_scale = (d_y.astype(jnp.float32) * x).sum(range(x.ndim - 1), dtype=jnp.float32)
     return d_x, d_scale.astype(scale.dtype)
 
 
 @jax.custom_vjp
-def plus_vector(x: jax.Array, bias: jax.Array) -> jax.Array:
+def add_vector(x: jax.Array, bias: jax.Array) -> jax.Array:
     """Computes x [..., D] + bias [D] in one dtype, with the gradient of the bias summed in
     float32."""
     return x + bias.reshape(*[1] * (x.ndim - 1), -1)
 
 
-def _plus_backward(bias: jax.Array, d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return d_y, d_y.sum(range(d_y.ndim - 1), dtype=jnp.float32).astype(bias.dtype)
-
-
-times_vector.defvjp(lambda x, scale: (times_vector(x, scale), (x, scale)), _times_backward)
-plus_vector.defvjp(lambda x, bias: (plus_vector(x, bias), bias), _plus_backward)
+multiply_vector.defvjp(lambda x, scale: (multiply_vector(x, scale), (x, scale)), _times_backward)
+add_vector.defvjp(
+    lambda x, bias: (add_vector(x, bias), bias),
+    lambda bias, d: (d, d.sum(range(d.ndim - 1), dtype=jnp.float32).astype(bias.dtype)),
+)
 
 
 def low_rank(
@@ -194,31 +193,31 @@ def low_rank(
 
 
 def attention_parameters(c: DecoderLike) -> Parameters:
-    """Returns those of grouped-query attention, of a model with one layer."""
+    """Returns the parameters of grouped-query attention, of a model with one layer."""
     (kind,), b, d = c.kinds, c.block, c.d_model
     q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     wide = 2 * q if b.output_gate else q  # a gate's rows follow those of the query
-    found = {"attn/q/kernel": kernel(d, wide, ("embed", "heads"), "self_attn.q_proj.weight")}
+    table = {"attn/q/kernel": kernel(d, wide, ("embed", "heads"), "self_attn.q_proj.weight")}
     biases: dict[str, tuple[int, str | None]] = {"q": (wide, "heads")} if b.attention_bias else {}
-    for name in "kv" if not (kind.borrows or kind.keys_as_values) else "k" * (not kind.borrows):
+    for name in "" if kind.borrows else "k" if kind.keys_as_values else "kv":
         axes, tensor = ("embed", "kv_heads"), f"self_attn.{name}_proj.weight"
-        found[f"attn/{name}/kernel"] = kernel(d, kv, axes, tensor)
+        table[f"attn/{name}/kernel"] = kernel(d, kv, axes, tensor)
         biases |= {name: (kv, "kv_heads")} if b.attention_bias else {}
-    found["attn/o/kernel"] = kernel(q, d, ("heads", "embed"), "self_attn.o_proj.weight")
+    table["attn/o/kernel"] = kernel(q, d, ("heads", "embed"), "self_attn.o_proj.weight")
     biases |= {"o": (d, None)} if b.output_bias else {}
     for name, (width, axis) in biases.items():
         tensor = f"self_attn.{name}_proj.bias"
-        found[f"attn/{name}/bias"] = Parameter((width,), (axis,), tensor, 0.0)
+        table[f"attn/{name}/bias"] = Parameter((width,), (axis,), tensor, 0.0)
     if b.sinks:
-        found["attn/sinks"] = Parameter((c.n_heads,), ("heads",), "self_attn.sinks", 0.0)
+        table["attn/sinks"] = Parameter((c.n_heads,), ("heads",), "self_attn.sinks", 0.0)
     if b.qk_norm is not None:
         by_head = b.qk_norm == "head"
         widths = {"q": c.head_dim if by_head else q}
         widths |= {} if kind.borrows else {"k": c.head_dim if by_head else kv}
         for name, width in widths.items():
             tensor = f"self_attn.{name}_norm.weight"
-            found[f"attn/{name}_norm/scale"] = norm_scale(c, width, tensor)
-    return found
+            table[f"attn/{name}_norm/scale"] = norm_scale(c, width, tensor)
+    return table
 
 
 def grouped_attention(
@@ -251,7 +250,7 @@ def grouped_attention(
 
 
 def mlp_parameters(c: DecoderLike, width: int) -> Parameters:
-    """Returns those of a gated MLP of so many gates."""
+    """Returns the parameters of a gated MLP with `width` gates."""
     d, into, out_of = c.d_model, ("embed", "mlp"), ("mlp", "embed")
     return {
         "mlp/gate/kernel": kernel(d, width, into, "mlp.gate_proj.weight"),

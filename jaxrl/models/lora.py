@@ -94,10 +94,10 @@ class Lora:
 def frozen_and_trained(params: Tree) -> tuple[Tree, Tree]:
     """Splits a parameter tree in either layout into (what is frozen, what is trained): the adapters
     are trained where there are any, else everything. Entries that are empty are left out."""
-    trained = _only(params, lambda name: name in NAMES)
+    trained = _select_leaves(params, lambda name: name in NAMES)
     if not trained:
         return {}, params
-    return _only(params, lambda name: name not in NAMES), trained
+    return _select_leaves(params, lambda name: name not in NAMES), trained
 
 
 def join_adapters(base: Tree, trained: Tree) -> Tree:
@@ -117,22 +117,22 @@ def merge_adapters(params: Tree, scale: float) -> Tree:
     return _merge(params, scale, params["norm"]["scale"].dtype)
 
 
-def with_a(group: Tree, name: str) -> Tree:
+def add_shared_a(group: Tree, name: str) -> Tree:
     """Returns a projection of a group (attention, MLP) with the A that it reads from another
     one."""
-    own = group[name]
-    if not isinstance(own, dict) or "lora_b" not in own or "lora_a" in own:
-        return own
-    return own | {"lora_a": group[LEADERS[name]]["lora_a"]}
+    projection = group[name]
+    if not isinstance(projection, dict) or "lora_b" not in projection or "lora_a" in projection:
+        return projection
+    return projection | {"lora_a": group[LEADERS[name]]["lora_a"]}
 
 
 def _merge(params: Tree, scale: float, dtype: jnp.dtype) -> Tree:
     if isinstance(params, list | tuple):
-        return type(params)(_merge(one, scale, dtype) for one in params)
+        return type(params)(_merge(part, scale, dtype) for part in params)
     if not isinstance(params, dict):
         return params
     if "lora_b" not in params and SCALE not in params:
-        whole = {name: with_a(params, name) for name in params}
+        whole = {name: add_shared_a(params, name) for name in params}
         return {name: _merge(value, scale, dtype) for name, value in whole.items()}
     kernel = params["kernel"]
     if SCALE in params:
@@ -146,30 +146,30 @@ def _merge(params: Tree, scale: float, dtype: jnp.dtype) -> Tree:
     return rest | {"kernel": whole.astype(dtype)}
 
 
-def _only(tree: Tree, wanted: Callable[[str], bool]) -> Tree:
+def _select_leaves(tree: Tree, wanted: Callable[[str], bool]) -> Tree:
     """Keeps the leaves whose own name is wanted; their places stay what they are."""
     if isinstance(tree, list | tuple):
-        kept = [_only(one, wanted) for one in tree]
+        kept = [_select_leaves(part, wanted) for part in tree]
         return type(tree)(kept) if any(kept) else {}
-    found = {}
+    leaves = {}
     for name, value in tree.items():
         if isinstance(value, dict | list | tuple):
-            inner = _only(value, wanted)
+            inner = _select_leaves(value, wanted)
             if inner:
-                found[name] = inner
+                leaves[name] = inner
         elif wanted(name):
-            found[name] = value
-    return found
+            leaves[name] = value
+    return leaves
 
 
 def quantisation_block(n_in: int) -> int:
-    """Numbers that share a scale, of a kernel with so many inputs: `BLOCK`, or what divides both
-    where that does not divide them."""
+    """Counts the numbers of a kernel with `n_in` inputs that share a scale: `BLOCK`, or what
+    divides both where that does not divide them."""
     return math.gcd(n_in, BLOCK)
 
 
 def numbers_per_code(kind: Quantisation) -> int:
-    """Numbers in one entry of `kernel`."""
+    """Counts the numbers in one entry of `kernel`."""
     return 2 if kind == "nf4" else 1
 
 
@@ -203,12 +203,12 @@ def dequantise(
         codes = jnp.concatenate([codes & 15, codes >> 4], -2)
         # In terms of the codes: the gradient of a scan would keep arrays of constants from outside.
         zeros = (codes & 0).astype(jnp.float32)
-        found = [zeros + level for level in NF4]
+        choices = [zeros + level for level in NF4]
         for bit in range(4):
             upper = (codes & (1 << bit)) != 0
-            pairs = zip(found[::2], found[1::2], strict=True)
-            found = [jnp.where(upper, high, low) for low, high in pairs]
-        levels = found[0]
+            pairs = zip(choices[::2], choices[1::2], strict=True)
+            choices = [jnp.where(upper, high, low) for low, high in pairs]
+        levels = choices[0]
     whole = levels * scale.astype(jnp.float32)[..., None, :]
     return whole.astype(dtype).reshape(*layers, -1, n_out)
 

@@ -7,8 +7,8 @@ have it once in the stream. The tokens that the completions are scored at are a 
 stream of m tokens.
 
 Shapes as in `types`, and: X devices that share the rows, S rows on each, n and m tokens of a
-device's streams (`Sequences.room`). A row of the stream that is not filled holds zeros, which no
-loss and no key sees.
+device's streams (`Sequences.capacity`). A row of the stream that is not filled holds zeros, which
+no loss and no key sees.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models.batching import bucket, round_up
 from jaxrl.models.kernels import target_of
-from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, AxisName, divided, row_shards
+from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, AxisName, dim_spec, row_shards
 from jaxrl.types import Array, Sequences
 
 LEAST, STEPS = 128, 4
@@ -45,8 +45,8 @@ def move(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
         back: [X, a] int32: the inverse, in [0, b].
     """
     flat = x.reshape(*x.shape[:2], -1)  # rows of a matrix: a TPU copies only those asked for
-    found = _entries(flat, jnp.minimum(index, x.shape[1] - 1)[..., None])
-    moved = jnp.where((index < x.shape[1])[..., None], found, jnp.zeros_like(found))
+    entries = _entries(flat, jnp.minimum(index, x.shape[1] - 1)[..., None])
+    moved = jnp.where((index < x.shape[1])[..., None], entries, jnp.zeros_like(entries))
     return moved.reshape(*index.shape, *x.shape[2:])
 
 
@@ -56,12 +56,10 @@ def _entries(x: Array, index: Array) -> Array:
     return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
 
 
-def _move_backward(kept: Array, d: jax.Array) -> tuple[jax.Array, None, None]:
-    index, back = kept
-    return move(d, back, index), None, None
-
-
-move.defvjp(lambda x, *indices: (move(x, *indices), indices), _move_backward)
+move.defvjp(
+    lambda x, index, back: (move(x, index, back), (back, index)),
+    lambda indices, d: (move(d, *indices), None, None),
+)
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +99,7 @@ class PackedRows:
         return move(flat, self.source, self.place)
 
 
-def _packed_rows(lengths: Array, width: int, size: int, behind: Array = 0) -> PackedRows:
+def _place_rows(lengths: Array, width: int, size: int, behind: Array = 0) -> PackedRows:
     """Makes rows [X, S] of these lengths, one after the other in streams of `size` tokens.
 
     Args:
@@ -112,11 +110,11 @@ def _packed_rows(lengths: Array, width: int, size: int, behind: Array = 0) -> Pa
     place = jnp.where(index < lengths[..., None], starts[..., None] + index, size)
     count, ends = lengths.shape[1], starts + lengths
     row = (jnp.arange(size)[None, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
-    own = jnp.minimum(row, count - 1)
-    index = jnp.arange(size)[None] - _entries(starts, own)
+    inside = jnp.minimum(row, count - 1)
+    index = jnp.arange(size)[None] - _entries(starts, inside)
     real = (row < count) & (index >= 0)
-    source = jnp.where(real, own * width + index, count * width)
-    at = own, index, real
+    source = jnp.where(real, inside * width + index, count * width)
+    at = inside, index, real
     return PackedRows(starts, lengths, place.reshape(len(place), -1), source, at, width)
 
 
@@ -132,7 +130,7 @@ class Packing:
     rows: tuple[PackedRows, ...]
     """What attends to itself: the sequences; or, with shared prompts, prompts and completions."""
     completions: PackedRows
-    """Of the completions in the stream [X, m] of scored tokens."""
+    """Rows of the completions in the stream [X, m] of scored tokens."""
     prompts: Array
     """[X, S] int32: length of each row's prompt."""
     trained: Array
@@ -143,8 +141,8 @@ class Packing:
     @property
     def real(self) -> Array:
         """Returns [X, n] bool: True at tokens."""
-        each = [rows.at[2] for rows in self.rows]
-        return each[0] if len(each) == 1 else each[0] | each[1]
+        masks = [rows.at[2] for rows in self.rows]
+        return masks[0] if len(masks) == 1 else masks[0] | masks[1]
 
     @property
     def copies(self) -> Array:
@@ -153,23 +151,23 @@ class Packing:
         sequences = self.trained.astype(jnp.float32)
         prompts = sequences.reshape(len(sequences), -1, self.group).sum(-1)
         counts = (sequences,) if len(self.rows) == 1 else (prompts, sequences)
-        each = [
+        summands = [
             jnp.where(rows.at[2], _entries(count, rows.at[0]), 0)
             for rows, count in zip(self.rows, counts, strict=True)
         ]
-        return reduce(jnp.add, each)
+        return reduce(jnp.add, summands)
 
     @property
     def group(self) -> int:
         """Returns the number of completions of a prompt in the stream."""
         return self.completions.lengths.shape[1] // self.rows[0].lengths.shape[1]
 
-    def predicting(self, hidden: Array, mesh: Mesh | None = None) -> Array:
+    def select_predictors(self, hidden: Array, mesh: Mesh | None = None) -> Array:
         """Selects from the hidden states [X, n, D] those that predict the tokens of the
         completions, [X, m, D]; NaN where a stream is too short for its tokens. Both lie over the
         axes of streams."""
-        own, completions = self.rows[-1], self.completions
-        n, m = own.source.shape[1], completions.source.shape[1]
+        last, completions = self.rows[-1], self.completions
+        n, m = last.source.shape[1], completions.source.shape[1]
         split = None if mesh is None or mesh.shape[TOKENS] == 1 else mesh
         if split is not None:  # gathered over `context`: once, not in each layer
             whole = NamedSharding(split, PartitionSpec(ROWS, None, None))
@@ -177,9 +175,9 @@ class Packing:
         shared = len(self.rows) > 1
         lead = (jnp.zeros_like(self.prompts) if shared else self.prompts) - 1
         row, index, real = completions.at  # what predicts token i of a row is its entry lead + i
-        at = _entries(own.starts + lead, row) + index
+        at = _entries(last.starts + lead, row) + index
         known = real & (_entries(lead, row) + index >= 0)
-        row, index, real = own.at
+        row, index, real = last.at
         token = index - _entries(lead, row)
         scored = (token >= 0) & (token < _entries(completions.lengths, row))
         place = _entries(completions.starts, row) + token
@@ -212,7 +210,7 @@ def pack_streams(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
     """Packs the given sequences into streams, each device's from its own rows.
 
     Args:
-        sequences: `room` must hold what every device has (`room_of`); None holds everything.
+        sequences: `capacity` must hold what every device has (`capacity_of`); None holds all.
         mesh: rows are divided among the devices of the axes `ROWS`.
     """
     shards, parts = (1, 1) if mesh is None else (row_shards(mesh.shape), mesh.shape[TOKENS])
@@ -220,41 +218,42 @@ def pack_streams(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
     w, s = t - c, b // shards
     assert b == shards * s and s % group == 0, f"{b} rows for {shards} devices, groups of {group}"
     full = (s * t, s * c) if group == 1 else (s // group * w + s * c, s * c)
-    n, m = sequences.room or tuple(round_up(size, parts) for size in full)
+    n, m = sequences.capacity or tuple(round_up(size, parts) for size in full)
 
     tokens, mask = (x.reshape(shards, s, t) for x in (sequences.tokens, sequences.mask))
     lengths = mask[:, :, w:].sum(-1, dtype=jnp.int32)
     prompts = mask[:, :, :w].sum(-1, dtype=jnp.int32)
-    completions = _packed_rows(lengths, c, m)
+    completions = _place_rows(lengths, c, m)
     chosen = sequences.experts
     if chosen is not None:  # so that 0 is no choice
         chosen = chosen.reshape(shards, s, t, *chosen.shape[2:]) + 1
     boxes: list[tuple[PackedRows, Any, Array | None]]  # rows, where their tokens are, offsets
     if group == 1:
-        whole = _packed_rows(prompts + lengths, t, n)
+        whole = _place_rows(prompts + lengths, t, n)
         boxes = [(whole, np.s_[:, :], None)]
     else:
         of_prompts = prompts[:, ::group]
-        before = _packed_rows(of_prompts, w, n)
-        own = _packed_rows(lengths, c, n, behind=of_prompts.sum(-1, keepdims=True))
-        boxes = [(before, np.s_[:, ::group, :w], None), (own, np.s_[:, :, w:], prompts)]
+        before = _place_rows(of_prompts, w, n)
+        after = _place_rows(lengths, c, n, behind=of_prompts.sum(-1, keepdims=True))
+        boxes = [(before, np.s_[:, ::group, :w], None), (after, np.s_[:, :, w:], prompts)]
     # Each box has zeros where the stream belongs to other rows.
-    stream = reduce(jnp.add, [_in_stream(rows, tokens[box], mask[box]) for rows, box, _ in boxes])
-    each = []
+    summands = [_pack_integers(rows, tokens[box], mask[box]) for rows, box, _ in boxes]
+    stream = reduce(jnp.add, summands)
+    summands = []
     for rows, _, offset in boxes:
         row, index, real = rows.at
         index = index if offset is None else index + _entries(offset, row)
-        each.append(jnp.where(real, index, 0))
-    positions = reduce(jnp.add, each)
+        summands.append(jnp.where(real, index, 0))
+    positions = reduce(jnp.add, summands)
     if chosen is not None:
-        each = [_in_stream(rows, chosen[box], mask[box]) for rows, box, _ in boxes]
-        chosen = reduce(jnp.add, each) - 1
+        summands = [_pack_integers(rows, chosen[box], mask[box]) for rows, box, _ in boxes]
+        chosen = reduce(jnp.add, summands) - 1
     trained = sequences.loss_mask.reshape(shards, s, c).any(-1)
     streams = tuple(rows for rows, _, _ in boxes)
     return Packing(stream, positions, streams, completions, prompts, trained, chosen)
 
 
-def by_heads(
+def run_by_heads(
     run: Callable[..., Array], mesh: Mesh | None, heads: Callable[[Array], int]
 ) -> Callable[..., Array]:
     """Returns `run` for streams [X, n, heads, ...], with whole streams of some heads on each
@@ -270,29 +269,29 @@ def by_heads(
     if mesh is None or mesh.shape[TOKENS] == 1:
         return run
 
-    def laid_out(x: Array, tokens: AxisName | None, among: tuple[AxisName, ...]) -> Array:
-        over = divided(heads(x), among, mesh.shape)
+    def lay_out(x: Array, tokens: AxisName | None, among: tuple[AxisName, ...]) -> Array:
+        over = dim_spec(heads(x), among, mesh.shape)
         spec = PartitionSpec(ROWS, tokens, over, *[None] * (x.ndim - 3))
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def run_heads(streams: Any, *more: Any) -> Array:
         # By tokens first: else XLA divides the products before by heads, and gathers their input.
-        streams = jax.tree.map(lambda x: laid_out(x, TOKENS, ("tensor",)), streams)
-        streams = jax.tree.map(lambda x: laid_out(x, None, HEADS), streams)
-        return laid_out(laid_out(run(streams, *more), None, HEADS), TOKENS, ("tensor",))
+        streams = jax.tree.map(lambda x: lay_out(x, TOKENS, ("tensor",)), streams)
+        streams = jax.tree.map(lambda x: lay_out(x, None, HEADS), streams)
+        return lay_out(lay_out(run(streams, *more), None, HEADS), TOKENS, ("tensor",))
 
     return run_heads
 
 
-def _in_stream(rows: PackedRows, x: Array, mask: Array) -> Array:
+def _pack_integers(rows: PackedRows, x: Array, mask: Array) -> Array:
     """Returns the stream [X, n, ...] of integers x [X, S, T, ...] of tokens that may be padded on
     both sides; zeros where the stream belongs to other rows."""
     row, index, real = rows.at
     first = _entries(jnp.argmax(mask, -1), row)
     at = jnp.where(real, row * x.shape[2] + first + index, 0)
     flat = x.reshape(len(x), x.shape[1] * x.shape[2], -1)
-    found = _entries(flat, at[..., None])
-    return jnp.where(real[..., None], found, 0).reshape(*at.shape, *x.shape[3:])
+    entries = _entries(flat, at[..., None])
+    return jnp.where(real[..., None], entries, 0).reshape(*at.shape, *x.shape[3:])
 
 
 @dataclass(frozen=True)
@@ -311,7 +310,7 @@ def row_devices(mesh: Mesh) -> RowDevices:
     return RowDevices(row_shards(mesh.shape), math.lcm(multiple, mesh.shape[TOKENS]))
 
 
-def held_tokens(
+def count_tokens(
     sequences: Sequences, devices: RowDevices, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Counts the real tokens of each device in each of n micro-batches, [n, devices]: all that it
@@ -333,15 +332,16 @@ def held_tokens(
     return prompts[..., :: sequences.group].sum(-1) + completed, completed
 
 
-def room_of(
+def capacity_of(
     sequences: Sequences, devices: RowDevices, rows: np.ndarray | None = None
 ) -> tuple[int, int]:
-    """Returns `Sequences.room` for micro-batches: what the fullest device has, rounded up to one of
-    few sizes. Arguments as in `held_tokens`."""
+    """Returns `Sequences.capacity` for micro-batches: what the fullest device has, rounded up to
+    one of few sizes. Arguments as in `count_tokens`."""
     c = np.asarray(sequences.loss_mask).shape[1]
-    each = (len(sequences.mask) if rows is None else rows.shape[1]) // devices.count
-    most = each // sequences.group * (np.asarray(sequences.mask).shape[1] - c) + each * c, each * c
-    fullest = (int(tokens.max()) for tokens in held_tokens(sequences, devices, rows))
+    held = (len(sequences.mask) if rows is None else rows.shape[1]) // devices.count
+    prompts = held // sequences.group * (np.asarray(sequences.mask).shape[1] - c)
+    most = prompts + held * c, held * c
+    fullest = (int(tokens.max()) for tokens in count_tokens(sequences, devices, rows))
     n, m = (
         bucket(tokens, smallest=LEAST, steps=STEPS, multiple=devices.multiple, most=full)
         for tokens, full in zip(fullest, most, strict=True)

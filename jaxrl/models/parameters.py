@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float
@@ -28,7 +29,7 @@ from jaxtyping import Float
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers import Parameter
 from jaxrl.models.lora import NAMES, SCALE, quantisation_block, quantise
-from jaxrl.sharding.axes import EXPERTS, WEIGHTS, AxisName, divided
+from jaxrl.sharding.axes import EXPERTS, WEIGHTS, AxisName, dim_spec
 from jaxrl.types import Array, Tree
 
 Params = dict[str, Any]
@@ -58,17 +59,19 @@ def init_params(
 def _init_params(config: DecoderConfig, key: jax.Array, dtype: jnp.dtype, layout: Layout) -> Params:
     k_embed, k_layers, k_head = jax.random.split(key, 3)
     keys, cycle = jax.random.split(k_layers, config.n_layers), config.cycle
-    ones = (config.of(kind.shape) for kind in config.kinds[:cycle])
+    ones = (config.layer_of(kind.shape) for kind in config.kinds[:cycle])
     blocks = tuple(jax.vmap(partial(_init_layer, c))(keys[i::cycle]) for i, c in enumerate(ones))
     k_inputs = jax.random.fold_in(k_embed, 1)
-    own = {
+    key_of = {
         "embed/embedding": k_embed,
         "lm_head/kernel": k_head,
         "layer_inputs/embedding": jax.random.fold_in(k_inputs, 0),
         "layer_inputs/projection": jax.random.fold_in(k_inputs, 1),
     }
-    top = {path: _first(p, partial(own.__getitem__, path)) for path, p in config.top.items()}
-    params = _nested(top) | {"layers": blocks[0] if cycle == 1 else blocks}
+    top = {
+        path: _initial_value(p, partial(key_of.__getitem__, path)) for path, p in config.top.items()
+    }
+    params = unflatten_dict(top, sep="/") | {"layers": blocks[0] if cycle == 1 else blocks}
     params = cast(params, dtype)
     return params if layout == "stacked" else unstack(params)
 
@@ -76,40 +79,28 @@ def _init_params(config: DecoderConfig, key: jax.Array, dtype: jnp.dtype, layout
 def _init_layer(config: DecoderConfig, key: jax.Array) -> Params:
     """Makes the layer of a model with one, with its adapters and quantised kernels."""
     keys = (jax.random.fold_in(key, i) for i in count())
-    found: dict[str, jax.Array] = {}
+    flat: dict[str, jax.Array] = {}
     for path, parameter in config.parameters.items():
-        found[path] = _first(parameter, lambda: next(keys))
+        flat[path] = _initial_value(parameter, lambda: next(keys))
         projection = path.removesuffix("/kernel")
         if projection not in config.quantisable:
             continue
         *experts, n_in, n_out = parameter.shape
         if config.quantised is not None:
-            both = quantise(config.quantised, found[path], quantisation_block(n_in))
-            found[path], found[f"{projection}/{SCALE}"] = both
+            both = quantise(config.quantised, flat[path], quantisation_block(n_in))
+            flat[path], flat[f"{projection}/{SCALE}"] = both
         lora = config.adapter(projection)
         if lora is not None and config.has_a(projection):
-            found[f"{projection}/lora_a"] = lora.first(next(keys), n_in, *experts)
+            flat[f"{projection}/lora_a"] = lora.first(next(keys), n_in, *experts)
         if lora is not None:
-            found[f"{projection}/lora_b"] = jnp.zeros((*experts, lora.rank, n_out))
-    return _nested(found)
+            flat[f"{projection}/lora_b"] = jnp.zeros((*experts, lora.rank, n_out))
+    return unflatten_dict(flat, sep="/")
 
 
-def _first(parameter: Parameter, key: Callable[[], jax.Array]) -> jax.Array:
+def _initial_value(parameter: Parameter, key: Callable[[], jax.Array]) -> jax.Array:
     if callable(parameter.first):
         return parameter.first(key(), parameter.shape)
     return jnp.full(parameter.shape, parameter.first)
-
-
-def _nested(flat: dict[str, jax.Array]) -> Params:
-    """Nests values by the parts of their paths, whose order is that of JAX: sorted."""
-    found: Params = {}
-    for path, leaf in flat.items():
-        *groups, name = path.split("/")
-        group = found
-        for each in groups:
-            group = group.setdefault(each, {})
-        group[name] = leaf
-    return found
 
 
 def abstract_params(
@@ -120,12 +111,12 @@ def abstract_params(
     Starts no backend: it is asked for before the mesh says how many devices to emulate.
     """
     return jax.tree.map(
-        lambda x: x, _abstract(config, jnp.dtype(dtype), layout)
+        lambda x: x, _trace_params(config, jnp.dtype(dtype), layout)
     )  # the caller's own
 
 
 @lru_cache
-def _abstract(config: DecoderConfig, dtype: jnp.dtype, layout: Layout) -> Params:
+def _trace_params(config: DecoderConfig, dtype: jnp.dtype, layout: Layout) -> Params:
     """Traces `init_params`, once: a run asks for the same tree about twenty times."""
     return jax.eval_shape(
         lambda: init_params(config, jax.random.key(0), dtype=dtype, layout=layout)
@@ -147,12 +138,12 @@ def blocks_of(params: Params) -> tuple[Params, ...]:
     return layers if isinstance(layers, tuple) else (layers,)
 
 
-def at_blocks(config: DecoderConfig, params: Params, each: Array) -> list[Array]:
+def split_by_block(config: DecoderConfig, params: Params, by_layer: Array) -> list[Array]:
     """Splits an array [L, ...] into the part of each block of `params`: [L / cycle, ...] for
     stacked ones, [...] for the others. None gives None for each."""
     if isinstance(params["layers"], list):
-        return [None] * config.n_layers if each is None else list(each)
-    return [None if each is None else each[i :: config.cycle] for i in range(config.cycle)]
+        return [None] * config.n_layers if by_layer is None else list(by_layer)
+    return [None if by_layer is None else by_layer[i :: config.cycle] for i in range(config.cycle)]
 
 
 def head(params: Params) -> Float[Array, "V D"]:
@@ -162,14 +153,14 @@ def head(params: Params) -> Float[Array, "V D"]:
 
 
 def cast(params: Params, dtype: DTypeLike) -> Params:
-    """Parameters in `dtype`, but for quantised kernels. Done before the layers are gathered: fsdp
-    moves the smaller copy."""
+    """Casts parameters to `dtype`, but for quantised kernels. Done before the layers are gathered:
+    fsdp moves the smaller copy."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    found = []
+    converted = []
     for path, x in leaves:
         quantised = jnp.issubdtype(x.dtype, jnp.integer) or getattr(path[-1], "key", "") == SCALE
-        found.append(x if quantised else x.astype(dtype))
-    return jax.tree.unflatten(tree, found)
+        converted.append(x if quantised else x.astype(dtype))
+    return jax.tree.unflatten(tree, converted)
 
 
 def param_specs(
@@ -190,21 +181,21 @@ def param_specs(
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         layer = re.match(r"layers/(?:(\d+)/)?", name)
         kind = config.kinds[int(layer[1] or 0) % len(config.kinds)] if layer else config.kinds[0]
-        one, within = config.of(kind), name[layer.end() :] if layer else name
+        layer_config, within = config.layer_of(kind), name[layer.end() :] if layer else name
         projection = re.sub(r"/(lora_[ab]|kernel(_scale)?)$", "", within)
         of = within if projection == within else f"{projection}/kernel"
-        parameter = (one.parameters if layer else config.top)[of]
+        parameter = (layer_config.parameters if layer else config.top)[of]
         axes, units = list(parameter.axes), list(parameter.shape)
-        heads = {"heads": one.n_heads, "kv_heads": one.n_kv_heads}
-        heads |= {} if one.delta is None else {"state_heads": one.delta.k_heads}
+        heads = {"heads": layer_config.n_heads, "kv_heads": layer_config.n_kv_heads}
+        heads |= {} if layer_config.delta is None else {"state_heads": layer_config.delta.k_heads}
         units = [heads.get(axis or "", size) for axis, size in zip(axes, units, strict=True)]
         if within.endswith(NAMES):
             axes[-1 if within.endswith("a") else -2] = None
-        elif config.quantised is not None and projection in one.quantisable:
+        elif config.quantised is not None and projection in layer_config.quantisable:
             n_in = parameter.shape[-2]
             units[-2] = math.gcd(units[-2], n_in // quantisation_block(n_in))
         mesh_axes = [
-            divided(size, AXES[axis], axis_sizes) if axis else None
+            dim_spec(size, AXES[axis], axis_sizes) if axis else None
             for size, axis in zip(units, axes, strict=True)
         ]
         specs.append(PartitionSpec(*[None] * (len(leaf.shape) - len(axes)), *mesh_axes))
@@ -226,7 +217,7 @@ def head_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an LM head [V, D] by itself: its rows and its width over the axes of
     `AXES`, where these divide them."""
     vocab, width = (
-        divided(size, AXES[axis], mesh.shape)
+        dim_spec(size, AXES[axis], mesh.shape)
         for size, axis in zip(shape, ("vocab", "embed"), strict=True)
     )
     return NamedSharding(mesh, PartitionSpec(vocab, width))

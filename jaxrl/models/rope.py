@@ -184,7 +184,7 @@ class LongRope(RopeScaling):
     long_factors: tuple[float, ...]
     original_max_positions: int
     attention_factor: float = field()  # required: the 1 of the others is no default
-    """Of short sequences too."""
+    """Multiplies the cosines and sines of short sequences too."""
     rope_type = "longrope"
 
     @classmethod
@@ -214,7 +214,7 @@ class ProportionalRope(RopeScaling):
     all do, divided by `factor`."""
 
     share: float
-    """Of the pairs, those that rotate."""
+    """Pairs of dims that rotate."""
     factor: float = 1.0
     rope_type = "proportional"
 
@@ -273,13 +273,13 @@ def check_ropes(raw: Raw, full: str, sliding: str, local: str) -> None:
         "rope_scaling.rope_theta": scaling.get("rope_theta"),
     }
     stated_once(thetas, *thetas)
-    newer, older = _one_spelling(params), _one_spelling(scaling)
+    newer, older = _merge_spellings(params), _merge_spellings(scaling)
     for key in newer.keys() & older.keys() if params and scaling else ():
         both = {f"rope_parameters.{key}": newer[key], f"rope_scaling.{key}": older[key]}
         stated_once(both, *both)
 
 
-def _one_spelling(params: Raw) -> JsonObject:
+def _merge_spellings(params: Raw) -> JsonObject:
     """Returns the constants of a scaling, with its type at one key."""
     kinds = {key: params.get(key) for key in ("rope_type", "type")}
     kinds = {key: "longrope" if kind == "su" else kind for key, kind in kinds.items()}
@@ -331,7 +331,7 @@ def positions_of(scaling: RopeScaling | None, stated: int) -> int:
     return stated
 
 
-def written_rope(theta: float, scaling: RopeScaling | None, positions: int) -> JsonObject:
+def write_rope(theta: float, scaling: RopeScaling | None, positions: int) -> JsonObject:
     """Returns the fields of a `config.json` that `read_rope` and `positions_of` read."""
     described = {"rope_type": "default"} if scaling is None else scaling.written()
     fields = {

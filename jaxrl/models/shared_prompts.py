@@ -29,7 +29,7 @@ from jaxrl.models.attention import Attend, on_shards
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import StepKernel, Target, step_kernel_of, target_on
 from jaxrl.models.split_k import LOWEST, PartialAttention, join_terms
-from jaxrl.sharding.axes import ROWS, divided
+from jaxrl.sharding.axes import ROWS, dim_spec
 from jaxrl.types import Array
 
 PAGE = 64
@@ -104,50 +104,50 @@ def shared_attender(
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         positions, at, slots, lengths, places, *paged = known
-        own = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,KV,M,H]
-        (_, kv, group, h), (rows, n) = own.shape, slots.shape
-        asked = jnp.take(own, jnp.maximum(slots, 0), 0)  # [R,n,KV,M,H]
+        queries = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,KV,M,H]
+        (_, kv, group, h), (rows, n) = queries.shape, slots.shape
+        asked = jnp.take(queries, jnp.maximum(slots, 0), 0)  # [R,n,KV,M,H]
         asked = jnp.moveaxis(asked, 1, 2).reshape(rows, kv, n * group, h)
-        asking, last, first, seen = own, at, jnp.zeros_like(at), at + 1
+        asking, last, first, seen = queries, at, jnp.zeros_like(at), at + 1
         if paged:
             page_owners, first, table = paged
             owners = jnp.maximum(page_owners, 0)
-            asking, last = jnp.take(own, owners, 0), jnp.take(at, owners)
+            asking, last = jnp.take(queries, owners, 0), jnp.take(at, owners)
             seen = jnp.clip(last + 1 - first, 0, k.shape[2])  # keys of each page
             seen = jnp.where(page_owners >= 0, seen, 0)
         term: Callable[..., PartialAttention] = flash_decode.attend_cache
         if kernel == "split-k":
             term = partial(split_k.attend_parts, capabilities=target_on(mesh).capabilities)
         if kernel is not None and window is None:
-            theirs = term(asked, prompt_k, prompt_v, lengths)
+            of_prompts = term(asked, prompt_k, prompt_v, lengths)
         else:  # the queries of one prompt have different windows, which no kernel has
             prompt_keys = jnp.arange(prompt_k.shape[2])[None]
             prompt_mask = (prompt_keys < lengths[:, None])[:, None]
             if window is not None:
                 end = jnp.repeat(jnp.take(positions, jnp.maximum(slots, 0)), group, 1)
                 prompt_mask = prompt_mask & (prompt_keys[None] > end[..., None] - window)
-            theirs = by_products(asked, prompt_k, prompt_v, prompt_mask)
+            of_prompts = attend_by_products(asked, prompt_k, prompt_v, prompt_mask)
         if kernel is not None:
             within = None if window is None or window >= k.shape[2] else window
-            ours = term(asking, k, v, seen, window=within)
+            of_slots = term(asking, k, v, seen, window=within)
         else:
             keys = jnp.arange(k.shape[2])[None]
             mask = keys < seen[:, None]
             if window is not None:
                 mask &= keys + first[:, None] > last[:, None] - window
-            ours = by_products(asking, k, v, mask[:, None])
+            of_slots = attend_by_products(asking, k, v, mask[:, None])
         if paged:  # one term of each slot [B,...] of those of its pages [Q,...]
-            found, there = jnp.maximum(table, 0), table >= 0
-            read, total = (jnp.take(x, found, 0) for x in ours)  # [B,n,KV,M,...]
-            ours = join_terms((read, jnp.where(there[:, :, None, None], total, LOWEST)), 1)
+            numbers, owned = jnp.maximum(table, 0), table >= 0
+            read, total = (jnp.take(x, numbers, 0) for x in of_slots)  # [B,n,KV,M,...]
+            of_slots = join_terms((read, jnp.where(owned[:, :, None, None], total, LOWEST)), 1)
 
         # What a slot reads of its prompt, [R,KV,n*M,...] -> [B,KV,M,...], and of its own keys: two
         # terms of one softmax, in which sinks count once.
-        of_slots = []
-        for x in theirs:
+        prompt_terms = []
+        for x in of_prompts:
             x = jnp.moveaxis(x.reshape(rows, kv, n, group, *x.shape[3:]), 2, 1)
-            of_slots.append(jnp.take(x.reshape(rows * n, *x.shape[2:]), places, 0))
-        (prompt_read, prompt_total), (read, total) = of_slots, ours
+            prompt_terms.append(jnp.take(x.reshape(rows * n, *x.shape[2:]), places, 0))
+        (prompt_read, prompt_total), (read, total) = prompt_terms, of_slots
         totals = [prompt_total, total]
         if sinks is not None:
             sink = sinks.astype(jnp.float32).reshape(kv, group)
@@ -159,13 +159,15 @@ def shared_attender(
     def attend(
         q: jax.Array, k: Sequence[jax.Array], v: Sequence[jax.Array], *sinks: jax.Array
     ) -> jax.Array:
-        given = (k[0], v[0], k[1], v[1], positions, at, *seats, *(pages or ()))
-        return on_shards(on_device, mesh, q, *given, kv_dim=1, sinks=sinks)
+        arrays = (k[0], v[0], k[1], v[1], positions, at, *seats, *(pages or ()))
+        return on_shards(on_device, mesh, q, *arrays, kv_dim=1, sinks=sinks)
 
     return attend
 
 
-def by_products(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> PartialAttention:
+def attend_by_products(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+) -> PartialAttention:
     """Computes the term of q [R,KV,M,H] over k, v [R,KV,S,H] where mask [R,M,S] or [R,1,S]."""
     scores = jnp.einsum("rkmh,rksh->rkms", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None], scores * q.shape[-1] ** -0.5, LOWEST)
@@ -203,7 +205,7 @@ def write_pages(
 
     if mesh is None or mesh.size == 1:
         return local(pool, new, at, table)
-    heads = divided(pool.shape[1], ("tensor",), mesh.shape)
+    heads = dim_spec(pool.shape[1], ("tensor",), mesh.shape)
     of_pool, rows = PartitionSpec(ROWS, heads), PartitionSpec(ROWS)
     specs = (of_pool, PartitionSpec(ROWS, None, heads), rows, rows)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=of_pool, check_vma=False)

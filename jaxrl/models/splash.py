@@ -31,7 +31,7 @@ def attend_tiles(
         queries: [B,T] bool, True at real tokens.
         keys: [B,S] bool. Real tokens attend to real ones only.
         causal: query i attends to the keys up to i + S - T.
-        window: and to no more than so many; None: to all of them. Tiles outside are skipped.
+        window: and to no more than this many; None: to all of them. Tiles outside are skipped.
         sinks: [N].
         interpret: runs anywhere, slowly.
     """

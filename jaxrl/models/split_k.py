@@ -22,18 +22,18 @@ from jaxrl.models.batching import bucket
 from jaxrl.sharding.targets import block_shared_bytes
 
 PartialAttention = tuple[jax.Array, jax.Array]
-"""Of queries [R,KV,M,H]: what they read [R,KV,M,H] float32, and the log-sum-exp of their scores
-[R,KV,M] float32, which is `LOWEST` or near it where there was no key."""
+"""What queries [R,KV,M,H] read of some keys, [R,KV,M,H] float32, and the log-sum-exp of their
+scores [R,KV,M] float32, which is `LOWEST` or near it where there was no key."""
 LOWEST = -1e30
 """Score of a masked key: finite, so that no difference of two is NaN."""
 KEYS = 64
 """Most keys that a block reads at a time; lengths of the cache are multiples of it
 (`kernels.Target.width_multiple`)."""
 BLOCKS, MOST_PARTS = 528, 16
-"""The keys of a slot are divided into as many parts as it takes to have so many blocks, four for
-each multiprocessor of an H100, and into no more than so many: results of parts cost bytes too."""
+"""Blocks that the keys of all slots are divided into, four for each multiprocessor of an H100, and
+the most parts of one slot's keys: results of parts cost bytes too."""
 FEWEST_QUERIES, MOST_QUERIES = 16, 64
-"""Of one KV head that a block has at a time: several blocks read the keys of more."""
+"""Queries of one KV head in a block; where there are more, several blocks read its keys."""
 BARRIERS = 32
 """Bytes of shared memory in which a block waits for its loads."""
 WARPS = 4
@@ -106,7 +106,7 @@ def attend_parts(
     Args:
         lengths: where 0, what is read is 0, and the log-sum-exp near `LOWEST`.
         capabilities: compute capabilities of the GPUs; none where the kernel is interpreted.
-        window: only the last so many of those; parts of the keys that end before are not read.
+        window: only the last `window` of those; parts of the keys that end before are not read.
         interpret: runs anywhere, slowly.
     """
     with warnings.catch_warnings():
@@ -139,9 +139,9 @@ def attend_parts(
         normalize_output=False,
         interpret=interpret,
     )
-    some = jnp.where(mass > 0, mass, 1)
-    read = out.astype(jnp.float32) / some[..., None]
-    total = jnp.where(mass > 0, jnp.log(some) + top, LOWEST)
+    divisor = jnp.where(mass > 0, mass, 1)
+    read = out.astype(jnp.float32) / divisor[..., None]
+    total = jnp.where(mass > 0, jnp.log(divisor) + top, LOWEST)
     read, total = join_terms((read.reshape(*by_part, h), total.reshape(by_part)), 1)
     return read.reshape(q.shape), total.reshape(r, kv, m)
 
@@ -166,10 +166,10 @@ def pretend_triton_gpu(capability: tuple[int, int]) -> Iterator[None]:
         yield
         return
     name, before = "{}.{}".format(*capability), asked.get_gpu_info
-    found = asked.GpuInfo(
+    info = asked.GpuInfo(
         gpu_version=None, arch_name=name, compute_capability=int(name.replace(".", ""))
     )
-    asked.get_gpu_info = lambda: found
+    asked.get_gpu_info = lambda: info
     try:
         yield
     finally:

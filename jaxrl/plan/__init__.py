@@ -5,6 +5,7 @@ Made before any weight is read.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -27,7 +28,6 @@ from jaxrl.models.kernels import (
     why_no_step_kernel,
     why_not_fused,
 )
-from jaxrl.plan.accounts import pool_peaks, role_accounts
 from jaxrl.plan.advice import (
     advise,
     chosen_keys,
@@ -36,6 +36,7 @@ from jaxrl.plan.advice import (
     with_choices,
     with_loss_chunk,
 )
+from jaxrl.plan.peaks import largest_arrays, margin_of, pool_peaks, role_accounts
 from jaxrl.plan.plan_inputs import GB, HostMemory, PlanInputs, PoolPeak, Setting
 from jaxrl.plan.search import Candidate, get_key, set_key
 from jaxrl.plan.table import Plan
@@ -62,8 +63,13 @@ PROCESS_BYTES = 600_000_000
 compiled programs, buffers of the allocator. Measured on the quickstart."""
 
 
-def target_plan(config: Config, roles: Sequence[str], target: TargetMachine) -> Plan:
+def target_plan(
+    config: Config, roles: Sequence[str], target: TargetMachine, *, room: bool = False
+) -> Plan:
     """Returns the plan of a run on a machine that is not present, with its own verdict.
+
+    Args:
+        room: as of `make_plan`.
 
     Raises:
         UserError: the mesh needs more devices than the machine has, or does not suit the models.
@@ -77,7 +83,7 @@ def target_plan(config: Config, roles: Sequence[str], target: TargetMachine) -> 
             )
         return Visible(target.devices, None)
 
-    plan = make_plan(config, roles, visible, target.usable / GB)
+    plan = make_plan(config, roles, visible, target.usable / GB, room=room)
     first, *others = plan.verdict
     kind, size = target.devices[0].device_kind, target.usable / GB
     where = f"on {target.name}, of whose {kind} a run may use {size:.1f} GB each"
@@ -91,6 +97,8 @@ def make_plan(
     roles: Sequence[str],
     visible: Callable[[int], Visible] | None = None,
     limit_gb: float | None = None,
+    *,
+    room: bool = False,
 ) -> Plan:
     """Places the roles and counts their memory, from the models' `config.json` alone.
 
@@ -99,6 +107,8 @@ def make_plan(
         visible: devices needed -> those that a run would get (`ensure_devices`); None plans for a
             machine that is not here.
         limit_gb: memory of a device of a machine that is not here; None asks the devices.
+        room: says further what the devices have room for (larger batches, faster keys), and on a
+            host without any which GPUs the run fits on.
 
     Raises:
         UserError: a mesh that cannot be, in one line with both numbers.
@@ -108,17 +118,15 @@ def make_plan(
     placement = place(config.mesh, [role for role in roles if role not in served], slices)
     student = model_config(config.student.model)
     student = replace(student, lora=lora_of(config), quantised=config.quantised)
-    teachers = tuple(model_config(model) for model in config.teacher_models.values())
+    teachers = kind_of(config).planned_models(config, model_config, student)
     teacher = max(teachers, key=lambda t: t.n_params, default=None)
-    if teacher is None:
-        teacher = kind_of(config).stored_config(config)
     seen = Visible((), None) if visible is None else visible(placement.n_devices)
     if seen.devices:
         placement = check_visible(placement, len(seen.devices))
     for role in served:
         placement = place_without_devices(placement, role)
     roles = tuple(role for role in roles if role not in served)
-    frozen: Keywords = {"several": teachers if config.teachers else ()}
+    frozen: Keywords = {"several": teachers if len(teachers) > 1 else ()}
     if "reward" in roles and config.reward.model is not None:
         frozen["reward"] = read_reward(config.reward.model)[1]
     if "grouper" in roles and config.grouper.model is not None:
@@ -132,7 +140,8 @@ def make_plan(
         for path in {resolve_model(name).path for name in described}:
             files = (path.with_name(name) for name in gguf_parts(path.name))
             mapped += sum(file.stat().st_size for file in files if file.is_file())
-    return build(config, roles, placement, student, teacher, seen, limit_gb, frozen, mapped)
+    given = (config, roles, placement, student, teacher, seen, limit_gb, frozen, mapped)
+    return build(*given, room=room)
 
 
 def planned_run(config: Config, limit: int | None) -> Candidate:
@@ -189,11 +198,14 @@ def build(
     limit_gb: float | None = None,
     frozen: Keywords | None = None,
     mapped: int = 0,
+    *,
+    room: bool = False,
 ) -> Plan:
     """Plans a placement on the devices `seen`; where there are none, on GPUs elsewhere.
 
     Args:
         mapped: bytes of the files that stay mapped on each host.
+        room: as of `make_plan`.
     """
     target = target_of(seen.devices) if seen.devices else UNKNOWN_GPU
     asked, config = config, config.with_dtypes(default_dtype(target))
@@ -242,7 +254,7 @@ def build(
         if value != get_key(run, key):
             run = set_key(run, key, value)
     m = Setting(sized, inputs)
-    accounts = role_accounts(inputs, sized)
+    accounts = role_accounts(m)
     pools = inputs.pools(accounts)
 
     shares = []  # of the GPUs, for each kind that there is
@@ -266,17 +278,26 @@ def build(
         *rollout_notes(m),
         *transfer_notes(m),
         *(host.note([pool.bytes for pool in pools]) for host in hosts),
+        f"memory: counted from the traced programs, plus a margin of {margin_of(target):.0%}",
+        *largest_arrays(m, accounts),
     )
 
-    verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
-    verdict += filter(None, [largest_batch(config, inputs)])
-    verdict += faster_keys(config, inputs)
+    verdict = [_verdict(pools, hosts)]
+    if room:
+        verdict += filter(None, [largest_batch(config, inputs)])
+        verdict += faster_keys(sized, inputs)
+
+    if seen.emulated and (n := placement.n_devices) > 1:
+        cores = counted(os.cpu_count() or 1, "CPU core")
+        verdict[0] += f" (the {n} devices are emulated and share {cores} of this host)"
 
     elsewhere = fits_elsewhere = None
-    if (seen.emulated or not seen.devices) and limit_gb is None:
+    if room and (seen.emulated or not seen.devices) and limit_gb is None:
         gpus = replace(inputs, target=UNKNOWN_GPU, hosts=())
         elsewhere = _elsewhere(asked.with_dtypes(default_dtype(UNKNOWN_GPU)), gpus)
-    if elsewhere is not None:
+    if elsewhere is None:
+        advice = advise(config, inputs)
+    else:
         lines, advice, smallest = elsewhere
         fits_elsewhere = smallest is not None
         verdict += lines
@@ -370,8 +391,8 @@ def _mesh_notes(m: Setting) -> Iterator[str]:
             )
     for role, why in services(config).items():
         yield f"{role}: no devices here, {why}"
-    if kind_of(config).unknown_model(config) and config.distill.signal == "hidden":
-        yield "actor: the teacher's LM head, which it also holds, is not counted here"
+    if kind_of(config).unknown_model(config):
+        yield "teacher: its model is not known here; what it sends is planned as the student's size"
     for role, sizes in axes.items():
         model, kv_heads, states = inputs.model(role), [], 0
         if isinstance(model, DecoderConfig):
@@ -423,26 +444,29 @@ def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str
 def _elsewhere(
     config: Config, inputs: PlanInputs
 ) -> tuple[list[str], list[str], int | None] | None:
-    """Plans the run for GPUs: a line for each of the usual sizes, the advice for those that are too
-    small, and the smallest that is large enough. None for models that fit anywhere.
+    """Plans the run for GPUs: a line for each of the usual sizes, the advice for the largest of
+    those that are too small, and the smallest that is large enough. None for models that fit
+    anywhere.
 
     What each GPU needs is counted with the axes that the roles get on the smallest size that fits.
     Sizes of less than half of that have one line together, and no advice.
     """
     share, before = gpu_share(), inputs.axes(config)
-    needed, lines, advice = pool_peaks(inputs, config), list[str](), list[str]()
+    needed, lines, advice = pool_peaks(Setting(config, inputs)), list[str](), list[str]()
+    largest: tuple[int, Config, PlanInputs] | None = None  # of those that are too small
     if max(pool.bytes for pool in needed) < GB:
         return None
     smallest: int | None = None
     far_too_small: list[int] = []
-    for size in GPU_SIZES:
+    for k, size in reversed([*enumerate(GPU_SIZES)]):
         usable = round(size * share * GB)
         there = replace(inputs, limits=(usable,) * len(inputs.placement.pools))
         choice, _ = with_choices(config, there)
-        pools = pool_peaks(there, choice)
+        pools = pool_peaks(Setting(choice, there))
         if 2 * usable < max(pool.bytes for pool in pools) and size != GPU_SIZES[-1]:
-            far_too_small.append(size)
-            continue
+            # Where nothing fits, the choices are those that take least: no less on smaller ones.
+            far_too_small = [*GPU_SIZES[: k + 1]]
+            break
         verdict = _verdict(pools).removeprefix("verdict: ")
         axes = there.axes(choice).items()
         split = [f"{role}: {sizes}" for role, sizes in axes if sizes != before[role]]
@@ -450,12 +474,14 @@ def _elsewhere(
         chosen = chosen_keys(choice, there).items()
         split += [f"{key}={value}" for key, value in chosen if value != asked[key]]
         verdict += f" ({', '.join(split)})" if split else ""
-        lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")
-        more = [largest_batch(choice, there), *faster_keys(choice, there)]
-        lines += [f"  {line}" for line in more if line]
-        advice += [f"for {size} GB: {line}" for line in advise(choice, there)]
-        if smallest is None and all(pool.fits for pool in pools):
-            needed, smallest = pools, size
+        lines.insert(0, f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")
+        if all(pool.fits for pool in pools):
+            needed, smallest, largest = pools, size, None
+        elif largest is None:
+            largest = size, choice, there
+    if largest is not None:
+        size, choice, there = largest
+        advice = [f"for {size} GB: {line}" for line in advise(choice, there)]
     if far_too_small:
         sizes = ", ".join(map(str, far_too_small))
         lines.insert(0, f"on GPUs of {sizes} GB: does not fit: less than half of what one needs")

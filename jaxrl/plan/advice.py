@@ -10,7 +10,7 @@ from jaxrl.config.section import show_value
 from jaxrl.errors import counted
 from jaxrl.models.kernels import GPU
 from jaxrl.plan.plan_inputs import GB, PlanInputs
-from jaxrl.plan.search import Candidate, get_key, set_key
+from jaxrl.plan.search import Candidate, first_fitting, get_key, set_key
 
 FROZEN = ("teacher", "reference", "reward", "grouper")
 """Roles that only run forward, beside the rollout."""
@@ -28,17 +28,17 @@ def advise(config: Config, inputs: PlanInputs) -> list[str]:
             continue
         name, helpful = peak.pool.name, now.smaller(index, peak.limit)
         for candidate in helpful[:LINES]:
-            fits = ", which fits" if candidate.pools[index].bytes <= peak.limit else ""
-            size = candidate.pools[index].bytes / GB
+            fits = ", which fits" if candidate.pool(index).bytes <= peak.limit else ""
+            size = candidate.pool(index).bytes / GB
             lines.append(f"{name}: {candidate.words[0]} takes {size:.1f} GB{fits}")
-        if any(candidate.pools[index].bytes <= peak.limit for candidate in helpful):
+        if any(candidate.pool(index).bytes <= peak.limit for candidate in helpful):
             continue
         more = f"give {name} more than its {counted(len(peak.pool.devices), 'device')} in the mesh"
         everything = now
         for candidate in helpful:
             everything = everything.change(*candidate.changes[0])
-        together = everything.peak(index)
-        if not helpful or together is None or inputs.limits[index] is None:
+        together = everything.size(index)
+        if not helpful or not everything.possible or inputs.limits[index] is None:
             lines.append(f"{name}: {more}")
         elif together <= peak.limit:
             lines.append(f"{name}: all of them together take {together / GB:.1f} GB, which fits")
@@ -49,25 +49,18 @@ def advise(config: Config, inputs: PlanInputs) -> list[str]:
 
 
 def largest_batch(config: Config, inputs: PlanInputs) -> str | None:
-    """Returns the largest sizes of a batch that fit, one size changed at a time; None where no
-    limit is known or the run does not fit as it is."""
+    """Returns the largest sizes of a batch that fit on accelerators, one size changed at a time;
+    None where no limit is known or the run does not fit as it is."""
     now = Candidate(config, inputs)
-    if not (inputs.hosts or any(inputs.limits)) or not now.fits:
+    if not any(inputs.limits) or not now.fits:
         return None
-    if not inputs.on_cpu:  # the plan would choose the same for a larger batch too
-        for remedy in [x for role in inputs.roles for x in now.remedies(role) if x.choices]:
-            if get_key(config, remedy.key) is None:
-                now = now.change(remedy.key, remedy.null)
+    # The plan would choose the same for a larger batch too.
+    for remedy in [x for role in inputs.roles for x in now.remedies(role) if x.choices]:
+        if get_key(config, remedy.key) is None:
+            now = now.change(remedy.key, remedy.null)
     found = []
     for key, limit in now.setting.batch_limits(MOST).items():
-        largest = value = get_key(config, key)  # doubled, then by bisection exact up to 5%
-        high = min(2 * value, limit)
-        while largest < limit and now.change(key, high).fits:
-            largest, high = high, min(2 * high, limit)
-        while high - largest > max(1, largest // 20):
-            middle = (largest + high) // 2
-            fits = now.change(key, middle).fits
-            largest, high = (middle, high) if fits else (largest, middle)
+        value, largest = get_key(config, key), now.largest(key, limit)
         more = " or more" if largest == MOST else ""
         found.append(f"{key}={largest}{more} (now {value})")
     return f"largest that fits, one changed at a time: {', or '.join(found)}"
@@ -76,16 +69,19 @@ def largest_batch(config: Config, inputs: PlanInputs) -> str | None:
 def faster_keys(config: Config, inputs: PlanInputs) -> list[str]:
     """Returns the keys that make the run faster, each alone at the fastest of its values that fit,
     with what its pool takes then; empty where no limit is known or the run does not fit as it is.
+
+    Args:
+        config: with the keys that the plan sets.
     """
-    now, lines = Candidate(config, inputs, completed=lambda *run: with_loss_chunk(*run)[0]), []
+    now, lines = Candidate(config, inputs), list[str]()
     if not any(inputs.limits) or not now.fits:
         return []
     for role in inputs.roles:
         for remedy in now.remedies(role):
-            tried = (now.change(remedy.key, value) for value in remedy.faster)
-            if (best := next((candidate for candidate in tried if candidate.fits), None)) is None:
+            tried = [now.change(remedy.key, value) for value in remedy.faster]
+            if (best := first_fitting(tried, lambda each: each.fits)) is None:
                 continue
-            mine = best.pools[inputs.placement.roles[role].pool]
+            mine = best.pool(inputs.placement.roles[role].pool)
             limit = "" if mine.limit is None else f" of {mine.limit / GB:.1f}"
             value = get_key(config, remedy.key)
             lines.append(
@@ -99,9 +95,9 @@ def relief(config: Config, inputs: PlanInputs, role: str) -> list[str]:
     """Returns the keys that make the pool of a role smaller, for one that ran out of memory all the
     same."""
     index, plan = inputs.placement.roles[role].pool, Candidate(config, inputs)
-    now = plan.pools[index].bytes
+    now = plan.pool(index).bytes
     return [
-        f"{each.words[0]} takes {each.pools[index].bytes / GB:.2f} GB in place of {now / GB:.2f}"
+        f"{each.words[0]} takes {each.pool(index).bytes / GB:.2f} GB in place of {now / GB:.2f}"
         for each in plan.smaller(index, now // 2)[:LINES]
     ]
 
@@ -130,7 +126,9 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
         for axes in inputs.possible_axes(config, role):
             if axes.fsdp == axes.context == 1:
                 choice = with_axes(config, role, data=axes.data, tensor=axes.tensor)
-                tried.append((Candidate(choice, inputs).pools[pool].bytes, axes, choice))
+                tried.append((Candidate(choice, inputs).pool(pool).bytes, axes, choice))
+                if tried[-1][0] <= limit:
+                    break
         fitting = [item for item in tried if item[0] <= limit]
         if not fitting and role in FROZEN:  # as it is, and the advice names what would help
             continue
@@ -155,7 +153,7 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
     hosts, n = (inputs.spanned("actor"), len(where["actor"].devices)) if chooses else (1, 1)
     if 1 < hosts != n and inputs.limits[where["actor"].pool] is not None:
         choice = with_axes(config, "actor", data=hosts, fsdp=n // hosts)
-        peak = Candidate(choice, inputs).pools[where["actor"].pool]
+        peak = Candidate(choice, inputs).pool(where["actor"].pool)
         takes = f"its pool takes {peak.bytes / GB:.1f} GB"
         if peak.fits:
             config = choice
@@ -190,9 +188,9 @@ def _with_keys(config: Config, inputs: PlanInputs, role: str) -> tuple[Config, l
         if not remedy.choices or get_key(config, remedy.key) is not None:
             continue
         tried = [now.change(remedy.key, value) for value in remedy.choices]
-        best = next((candidate for candidate in tried if candidate.pools[where.pool].fits), now)
+        best = first_fitting(tried, lambda each: each.left([where.pool]) >= 0) or now
         if get_key(best.config, remedy.key) is not None:
-            first = tried[0].pools[where.pool]
+            first = tried[0].pool(where.pool)
             why = remedy.note.format(pool=first.pool.name, size=first.bytes / GB)
             notes.append(f"{best.words[-1]}: {why}")
             now = best

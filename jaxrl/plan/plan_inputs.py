@@ -9,15 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import jax.numpy as jnp
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from jaxrl.algorithms.methods import sampled_share
 from jaxrl.errors import counted
-from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kernels import fuses
-from jaxrl.plan.array_bytes import Pass
-from jaxrl.plan.live_arrays import live_arrays
-from jaxrl.roles.declared import Program, local_bytes
+from jaxrl.roles.actor import receivers
 from jaxrl.roles.run_shapes import RunInputs, RunShapes
 from jaxrl.sharding.placement import Pool
 
@@ -25,7 +21,9 @@ GB, MB = 1e9, 1e6
 STORE = 1.1e9
 """Bytes per second from a process to another through Ray's object store, packed and loaded: the
 least of docs/cluster.md's best rounds, of hosts without GPUs."""
-Column = Literal["weights", "gradients", "optimizer", "cache", "activations"]
+Column = Literal["weights", "optimizer", "cache", "activations"]
+ReadColumn = Annotated[Column, BeforeValidator(lambda x: "activations" if x == "gradients" else x)]
+"""In a `plan.json`: those of earlier versions had gradients apart."""
 Size = Annotated[int, Field(ge=0)]
 
 
@@ -33,8 +31,8 @@ Size = Annotated[int, Field(ge=0)]
 class Entry:
     """Some bytes of a role on one device."""
 
-    column: Column
-    """Temporary copies of weights count as activations."""
+    column: ReadColumn
+    """Gradients and temporary copies of weights count as activations."""
     name: str
     bytes: Size
     phase: str | None = None
@@ -88,19 +86,6 @@ class Account:
     @property
     def peak(self) -> int:
         return peak((self,))[0]
-
-    def planned(self, program: Program) -> int:
-        """Returns the bytes of the role on one device while a program of it runs: those of a phase,
-        or, of a program that is none, by a walk over its equations."""
-        sizes = [
-            size + sum(e.bytes for e in self.kept if e.there(f"{self.role}: {phase}"))
-            for phase, size in self.phases().items()
-            if phase in program.covered
-        ]
-        if sizes:
-            return max(sizes)
-        arguments = local_bytes((program.args, program.kwargs))
-        return arguments + program.beside + live_arrays(program).bytes
 
 
 def peak(accounts: Sequence[Account]) -> tuple[int, str]:
@@ -199,14 +184,8 @@ class PlanInputs(RunInputs):
         Where devices are emulated, the limit of a pool is what the others leave of its hosts: one
         fits where all do.
         """
-        where, pools = self.placement.roles, []
-        for pool, limit in zip(self.placement.pools, self.limits, strict=True):
-            mine = [role for role in pool.roles if role in accounts]
-            loads = (
-                peak([accounts[role] for role in mine if device in where[role].devices])
-                for device in pool.devices
-            )
-            pools.append(PoolPeak(pool, *max(loads, default=(0, "nothing")), limit))
+        pairs = zip(self.placement.pools, self.limits, strict=True)
+        pools = [PoolPeak(pool, *self.load(pool, accounts), limit) for pool, limit in pairs]
         sizes = [pool.bytes for pool in pools]
         for i, pool_peak in enumerate(pools if self.hosts else ()):
             left = [
@@ -216,6 +195,15 @@ class PlanInputs(RunInputs):
             ]
             pools[i] = replace(pool_peak, limit=min(left, default=None))
         return tuple(pools)
+
+    def load(self, pool: Pool, accounts: Mapping[str, Account]) -> tuple[int, str]:
+        """Returns the peak bytes of the fullest device of a pool, and the moment of it."""
+        where, mine = self.placement.roles, [role for role in pool.roles if role in accounts]
+        loads = (
+            peak([accounts[role] for role in mine if device in where[role].devices])
+            for device in pool.devices
+        )
+        return max(loads, default=(0, "nothing"))
 
 
 class Setting(RunShapes):
@@ -228,8 +216,8 @@ class Setting(RunShapes):
         """Maps (sender, receiver) to the bytes that all devices of a role send to those of another
         in a step, 0 where both have the same: the policy's weights, and the teacher's signal."""
         c, sent = self.config, {}
-        follow = {"rollout": sampled_share(c) > 0, "teacher": c.teacher_follows}
-        for role in (role for role, gets in follow.items() if gets and role in self.axes):
+        idle = () if sampled_share(c) > 0 else ("rollout",)
+        for role in (role for role in receivers(c) if role in self.axes and role not in idle):
             whole = self.student.n_trained * jnp.dtype(c.roles[role].compute_dtype).itemsize
             sent["actor", role] = 0 if self.on_actors_mesh(role) else whole
         if "teacher" in self.axes:
@@ -247,21 +235,3 @@ class Setting(RunShapes):
         # Each host has a process of its own, which sends or takes its part.
         processes = min(len({inputs.host_of[i] for i in numbers}) for numbers in devices)
         return self.sent[sender, receiver] / (STORE * processes)
-
-    def scored(self, role: str, model: DecoderConfig) -> Pass:
-        """Returns a role's forward pass over one of its parts of the batch."""
-        rows, group = self.scored_rows(role, self.passes(role).calls)
-        prompts = self.prompts(role)
-        return self.run(role, model, rows, prompts + self.completions(role), group)
-
-    def run(self, role: str, model: DecoderConfig, rows: int, width: int, group: int = 1) -> Pass:
-        """Returns a role's pass over rows of a device, of which so many share each prompt."""
-        dtype, shared = self.config.roles[role].compute_dtype, (group, self.prompts(role))
-        fused = all(fuses(self.inputs.target, dim, dtype, group > 1) for dim in model.head_dims)
-        axes = self.axes[role]
-        return Pass(model, axes, rows, width, dtype, fused, shared if group > 1 else None)
-
-    def chunk(self, rows: int, role: str = "actor") -> int:
-        """Returns how many completion tokens of `rows` sequences are projected onto the vocabulary
-        at once."""
-        return min(self.config.distill.loss_chunk, rows * self.completions(role))

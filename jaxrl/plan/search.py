@@ -6,8 +6,11 @@ advice, `--suggest` and the advice at the end of a run choose among them.
 from __future__ import annotations
 
 import functools
+import math
+import sys
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +22,7 @@ from jaxrl.algorithms.schedule import Schedule
 from jaxrl.config.schema import Config
 from jaxrl.config.section import show_value
 from jaxrl.errors import UserError
-from jaxrl.plan.accounts import pool_peaks
+from jaxrl.plan.peaks import pool_peak, pool_peaks
 from jaxrl.plan.plan_inputs import PlanInputs, PoolPeak, Setting
 from jaxrl.roles.actor import actor_remedies
 from jaxrl.roles.declared import Remedy
@@ -38,6 +41,10 @@ REMEDIES: dict[str, Callable[[RunShapes], Iterator[Remedy]]] = {
 """Role -> the function of its module that yields its remedies; others have the common ones."""
 WORTH = 0.02
 """A key is named where it saves at least this fraction of the peak."""
+STEPS = 20
+"""The largest value that fits is exact up to one part in so many."""
+FURTHER = 4
+"""Times a value that fits, at which the next one is tried."""
 SPLITS = 600
 """Splits that are tried; where there are more, devices are moved by twos, or threes, ..."""
 REPLAYED = 12
@@ -82,17 +89,95 @@ class Candidate:
 
     @cached_property
     def pools(self) -> tuple[PoolPeak, ...]:
-        return pool_peaks(self.inputs, self.setting.config)
+        if self.inputs.hosts:
+            return pool_peaks(self.setting)
+        return tuple(map(self.pool, range(len(self.inputs.placement.pools))))
+
+    @cached_property
+    def _pools(self) -> dict[int, PoolPeak]:
+        return {}
+
+    def pool(self, index: int) -> PoolPeak:
+        """Returns the fullest device of one pool, of which alone the programs are walked."""
+        if self.inputs.hosts:  # whose pools leave each other what they do not take
+            return self.pools[index]
+        if index not in self._pools:
+            self._pools[index] = pool_peak(self.setting, index)
+        return self._pools[index]
+
+    def size(self, index: int) -> int:
+        """Returns the bytes of the fullest device of a pool; more than any has where an array would
+        have more numbers than jax can index, or the mesh does not allow the changes."""
+        with suppress(UserError):
+            return self.pool(index).bytes
+        return sys.maxsize
 
     @property
     def fits(self) -> bool:
-        return all(pool.fits for pool in self.pools)
+        return self.possible and self.left(range(len(self.inputs.placement.pools))) >= 0
 
-    @property
-    def excess(self) -> int:
-        """Returns the bytes above the limits, added up over the pools."""
-        pools = ((pool.bytes, pool.limit) for pool in self.pools)
-        return sum(max(size - limit, 0) for size, limit in pools if limit is not None)
+    def left(self, pools: Iterable[int]) -> float:
+        """Returns the share of its limit that the fullest of some pools has left; negative where it
+        does not fit, 1 where no limit is known."""
+        if self.inputs.hosts:
+            found = [(pool.bytes, pool.limit) for pool in self.pools]
+        else:  # a pool whose limit nobody knows is not walked
+            limits = [(i, self.inputs.limits[i]) for i in pools]
+            found = [(self.size(i), limit) for i, limit in limits if limit is not None]
+        known = ((size, limit) for size, limit in found if limit is not None)
+        return min(((limit - size) / max(limit, 1) for size, limit in known), default=1.0)
+
+    def largest(self, key: str, most: int) -> int:
+        """Returns the largest value of a key, at most `most` and exact up to 5%, with which the run
+        fits, as it does now: by the fullest pool, and by others where they do not fit then."""
+        every = range(len(self.inputs.placement.pools))
+        decisive = {min(every, key=lambda i: self.left([i]))}
+        while True:
+            value = self._largest(key, most, decisive)
+            there = self.change(key, value)
+            over = {i for i in every if there.left([i]) < 0}
+            if not over or value == get_key(self.config, key):
+                return value
+            decisive, most = decisive | over, value
+
+    def _largest(self, key: str, most: int, pools: Iterable[int]) -> int:
+        # Bytes are nearly linear in a size, from some value on: few are tried.
+        low: int = get_key(self.config, key)
+        high, before, left = most + 1, low, {low: self.left(pools)}
+        while high - low > max(1, low // STEPS):
+            grown = left[before] - left[low]
+            outer = high if grown <= 0 else low + (low - before) * left[low] / grown
+            if before < low and outer <= low + low / STEPS:
+                break
+            further = FURTHER if before == low else FURTHER**3
+            guess = outer
+            if high in left:  # it does not fit, and the line through both ends crosses the limit
+                inner = low + (high - low) * left[low] / (left[low] - left[high])
+                guess = inner if before == low else math.sqrt(inner * min(outer, high))
+            guess = min(further * low, guess * (1 - 1 / (2 * STEPS)))  # rather one that fits
+            tried = min(max(round(guess), low + max(1, low // STEPS)), high - 1)
+            left[tried] = self.change(key, tried).left(pools)
+            if left[tried] >= 0:
+                before, low = low, tried
+            else:
+                high = tried
+        return low
+
+    def _excess(self, index: int) -> int:
+        """Returns the bytes of a pool above its limit."""
+        pool = self.pool(index)
+        return 0 if pool.limit is None else max(pool.bytes - pool.limit, 0)
+
+    def exceeds_less(self, other: Candidate) -> bool:
+        """Returns whether its pools are nearer to their limits than those of another run of the
+        same pools; asks first the pool that is farthest above in the other."""
+        theirs = [other._excess(i) for i in range(len(self.inputs.placement.pools))]
+        most, above = sum(theirs), 0
+        for index in sorted(range(len(theirs)), key=theirs.__getitem__, reverse=True):
+            above += self._excess(index)
+            if above >= most:
+                return False
+        return True
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -127,11 +212,12 @@ class Candidate:
             )
             yield replace(remedy, faster=faster, smaller=smaller)
 
-    def peak(self, pool: int) -> int | None:
-        """Returns the bytes of a pool; None where the mesh does not allow the changes."""
+    @property
+    def possible(self) -> bool:
+        """Whether the mesh and the models allow the changes."""
         with suppress(UserError):
-            return self.pools[pool].bytes
-        return None
+            return bool(self.setting.axes)
+        return False
 
     def smaller(self, pool: int, limit: int) -> list[Candidate]:
         """Returns the run with each key that makes a pool smaller, one at a time: with the first
@@ -143,13 +229,28 @@ class Candidate:
                 if remedy.key in found:
                     continue
                 tried = [self.change(remedy.key, value) for value in remedy.smaller]
-                known = [(size, c) for c in tried if (size := c.peak(pool)) is not None]
-                least = min((size for size, _ in known), default=0)
-                best = next((x for x in known if x[0] <= max(limit, least)), None)
-                if best is not None and best[0] < (1 - WORTH) * self.pools[pool].bytes:
-                    found[remedy.key] = best
+                possible = [each for each in tried if each.possible]
+                if not possible:
+                    continue
+                best = possible[-1]  # asked first: most keys alone do not make a run fit
+                if best.size(pool) <= limit:
+                    best = first_fitting(possible, lambda each: each.size(pool) <= limit) or best
+                if (size := best.size(pool)) < (1 - WORTH) * self.size(pool):
+                    found[remedy.key] = size, best
         order = sorted(found.values(), key=lambda item: (item[0] > limit, item[0]))
         return [candidate for _, candidate in order]
+
+
+def first_fitting(
+    tried: Sequence[Candidate], fits: Callable[[Candidate], bool]
+) -> Candidate | None:
+    """Returns the first that fits of candidates of which each takes less than the one before it;
+    None where none does."""
+    if not tried or fits(tried[0]):
+        return next(iter(tried), None)
+    if not fits(tried[-1]):
+        return None
+    return tried[bisect_left(tried, True, lo=1, hi=len(tried) - 1, key=fits)]
 
 
 def get_key(config: Config, key: str) -> Any:

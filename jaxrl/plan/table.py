@@ -12,6 +12,7 @@ from typing import Annotated, get_args
 from pydantic import BaseModel, Field
 
 from jaxrl.config.schema import Config
+from jaxrl.data.lengths import Lengths
 from jaxrl.errors import counted
 from jaxrl.plan.advice import relief
 from jaxrl.plan.plan_inputs import (
@@ -41,7 +42,7 @@ TABLE_WIDTH = 90
 HOLD = "\N{NO-BREAK SPACE}"
 ROLE = 10
 """Characters of a role's name in a block, and of what its lines are indented by."""
-TITLES = ("weights", "grads", "optim", "KV", "activ", "peak", "limit")
+TITLES = ("weights", "optim", "KV", "activ", "peak", "limit")
 BRIEF_LINES = 10
 """Most lines that a run on a CPU prints of its plan."""
 SLACK = 1.25
@@ -68,6 +69,8 @@ class Plan:
     advice: tuple[str, ...]
     refusals: tuple[str, ...] = ()
     """What the run would refuse before it reads a weight; `dry_run` looks for it."""
+    lengths: tuple[Lengths, ...] = ()
+    """Of the data, by source, where they were measured."""
     fits_elsewhere: bool | None = None
     """Where no device is here that such a model is trained on, so that GPUs elsewhere decide and
     not this host: whether one of their usual sizes is large enough. None: this host decides."""
@@ -181,13 +184,14 @@ class Plan:
             limit = show(None if memory.limit is None else max(memory.limit, 0))
             for role in pool.roles:
                 head = (str(index), name) if role == pool.roles[0] else ("", "")
-                sizes, account = ["-"] * 6, self.accounts.get(role)
+                sizes, account = ["-"] * len(TITLES[:-1]), self.accounts.get(role)
                 if account is not None:
                     columns = [account.column(column) for column in get_args(Column)]
                     sizes = [show(n) for n in (*columns, account.peak)]
                 yield [*head, role, *self._where(role), *sizes, limit]
             if len(pool.roles) > 1:
-                yield ["", "", "together", "", "", "", *[""] * 5, show(memory.bytes), limit]
+                empty = [""] * len(TITLES[:-2])
+                yield ["", "", "together", "", "", "", *empty, show(memory.bytes), limit]
 
     def _where(self, role: str) -> tuple[str, str, str]:
         """Returns the devices (platform, ids), processes and mesh of a role."""
@@ -228,7 +232,7 @@ def plan_json(plan: Plan) -> str:
     another machine), peak, moment (role and phase then, as `actor: loss`), limit (null where nobody
     knows). `roles`: role, pool (index), devices, axes (null without a mesh), peak (null where
     nothing is counted), parts: column, name, bytes, phase (null: resident), away (moments at which
-    a resident one is not there).
+    a resident one is not there). `lengths`: `Lengths.to_json` of each source of the data.
     """
     pools = [
         {
@@ -257,6 +261,7 @@ def plan_json(plan: Plan) -> str:
             }
         )
     whole = {"mesh": plan.placement.spec, "launcher": plan.launcher, "pools": pools, "roles": roles}
+    whole |= {"lengths": [one.to_json() for one in plan.lengths]}
     return json.dumps(whole | {"notes": [*plan.notes, *plan.verdict]}, indent=1) + "\n"
 
 

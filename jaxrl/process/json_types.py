@@ -5,8 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+
+from jaxrl.errors import UserError
 
 JsonObject = dict[str, Any]
 """An object of JSON or a mapping of YAML, as it is parsed or written."""
@@ -47,6 +51,33 @@ def read_file(path: Path) -> bytes:
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no file", str(path))
     return path.read_bytes()
+
+
+@contextmanager
+def name_file_in_errors(file: Path) -> Iterator[None]:
+    """Puts the file before the errors that are raised inside."""
+    try:
+        yield
+    except KeyError as missing:
+        raise UserError(f"{file}: the field {missing} is missing") from None
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def read_json(file: Path, kind: type = dict) -> Any:
+    """Reads the contents of a JSON file, an object or what `kind` says."""
+    if file.exists() and not file.is_file():  # a pipe never ends
+        raise UserError(f"{file}: cannot be read: it is not a file")
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
+        raise UserError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(value, kind):
+        wanted = "an object" if kind is dict else "a list"
+        raise UserError(f"{file}: {wanted} is needed, this is {json.dumps(value)[:80]}")
+    return value
 
 
 def finite(value: object) -> float | None:

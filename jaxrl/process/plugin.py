@@ -6,13 +6,14 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import pickle
 import pickletools
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl.errors import UserError, near, user_path
+from jaxrl.errors import UserError, near, short, user_path
 from jaxrl.process.child_python import look_in, working_directory_too
 
 PYTHON = "python:"
@@ -36,7 +37,7 @@ def is_plugin(text: str) -> bool:
     return ":" in text
 
 
-def anchored(text: str, folder: Path) -> str:
+def anchor(text: str, folder: Path) -> str:
     """Returns `text` with a relative path of a file, which starts at `folder`, made absolute."""
     place, colon, name = text.rpartition(":")
     if not colon or not is_file(place):
@@ -191,6 +192,15 @@ def _is_own(path: Path) -> bool:
     return not (INSTALLED & {*path.parts} or any(path.is_relative_to(one) for one in installed))
 
 
+_GIVEN: dict[str, bytes] = {}
+"""What a Python program gave, pickled, by its entry in a config: known to `load_object`."""
+
+
+def give_objects(code: Mapping[str, bytes]) -> None:
+    """Has `load_object` know what a Python program gave, in this process."""
+    _GIVEN.update(code)
+
+
 @cache
 def load_object(text: str, kind: str = "") -> Any:
     """Returns the object that `text` names; its module is imported once in a process.
@@ -201,11 +211,19 @@ def load_object(text: str, kind: str = "") -> Any:
     Raises:
         UserError: there is no such file, module or name, or the module cannot be imported.
     """
+    if text.startswith(PYTHON):
+        if text in _GIVEN:
+            return pickle.loads(_GIVEN[text])
+        raise UserError(f"{text} is of a Python program: give it from there")
     place, _, name = text.rpartition(":")
     if not place or not name.isidentifier():
         raise UserError(f"{text!r} must be path/to/file.py:NAME or package.module:NAME")
     try:
-        module = _from_file(Path(place)) if is_file(place) else _by_name(place)
+        if is_file(place):
+            module = _from_file(Path(place))
+        else:
+            working_directory_too()
+            module = importlib.import_module(place)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -250,11 +268,6 @@ def load_source(source: CodeSource, key: str, kind: str) -> Any:
         raise UserError(f"{key}: {error}") from error.__cause__
 
 
-def _by_name(name: str) -> ModuleType:
-    working_directory_too()
-    return importlib.import_module(name)
-
-
 def _from_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
@@ -273,3 +286,111 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def user_error(what: str, error: Exception) -> UserError:
+    """Makes the error of what code of the user's raised, with its last own file and line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_own(Path(frame.filename))] or frames
+    first, hint = next(iter(str(error).splitlines()), ""), ""
+    if type(error).__module__.startswith("jax") and "Tracer" in type(error).__name__:
+        hint = "; jax traces this function: compute with jax.numpy, without `if` on values"
+    return UserError(
+        f"{what} ({own[-1].filename}, line {own[-1].lineno}):"
+        f" {type(error).__name__}: {short(first, 300)}{hint}"
+    )
+
+
+@dataclass(frozen=True)
+class BoundFunction:
+    """A function or class of the user's with the arguments that a config gives it. Hashable.
+
+    It asks for what it reads by the names of its parameters; its other parameters are arguments.
+    """
+
+    call: Callable[..., Any]
+    what: str
+    """For messages, as in `divergence`."""
+    inputs: tuple[str, ...] = ()
+    """What it asks for, in its own order."""
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, **known: Any) -> Any:
+        """Calls it with those of `known` that it asks for.
+
+        Raises:
+            UserError: it raised; the text names its file and the line.
+        """
+        return self.run(**{name: known[name] for name in self.inputs})
+
+    def run(self, *given: Any, **named: Any) -> Any:
+        """Calls it with what is given and its arguments; raises as `__call__`."""
+        try:
+            return self.call(*given, **named, **dict(self.arguments))
+        except UserError:
+            raise
+        except Exception as error:
+            raise user_error(f"{self.what} {self.name}", error) from error
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the function."""
+        return str(getattr(self.call, "__name__", type(self.call).__name__))
+
+    def wrong(self, why: str) -> UserError:
+        """Makes the error about what the function takes or returns, with its file and line."""
+        code = getattr(inspect.unwrap(self.call), "__code__", None)
+        place = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+        return UserError(f"{self.what} {self.name}{place} {why}")
+
+
+def bind_arguments(
+    call: Callable[..., Any],
+    what: str,
+    required: Sequence[str],
+    known: Sequence[str],
+    arguments: Mapping[str, Any],
+    taken: set[str],
+) -> BoundFunction:
+    """Binds those of the arguments that a function, or the making of a class, has parameters for.
+
+    Args:
+        required: the inputs that it must ask for.
+        known: all inputs that it may ask for.
+        taken: gets the names of all its arguments.
+
+    Raises:
+        UserError: its signature does not fit, or an argument is missing.
+    """
+    bound = BoundFunction(call, what)
+    try:
+        parameters = inspect.signature(call).parameters
+    except (TypeError, ValueError) as error:
+        raise bound.wrong(f"has no signature that can be read: {error}") from error
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    if lacks := [name for name in required if name not in named]:
+        raise bound.wrong(
+            f"takes ({', '.join(parameters)}): it must have the parameters"
+            f" {', '.join(required)}; {' and '.join(lacks)} {'is' if len(lacks) == 1 else 'are'}"
+            " missing"
+        )
+    inputs = tuple(name for name in named if name in known)
+    own = {name: parameter for name, parameter in named.items() if name not in known}
+    taken.update(own)
+    for name, parameter in own.items():
+        if parameter.default is parameter.empty and name not in arguments:
+            others = [one for one in known if one not in inputs]
+            beside = f", or what it can ask for: {', '.join(others)}" if others else ""
+            raise bound.wrong(
+                f"needs the argument {name}: set algorithm.arguments={{{name}: VALUE}}{beside}"
+            )
+    given = ((name, _hashable(arguments[name])) for name in own if name in arguments)
+    return BoundFunction(call, what, inputs, tuple(given))
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value

@@ -10,6 +10,7 @@ import resource
 import select
 import shutil
 import sys
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any
@@ -112,7 +113,7 @@ def has_reader(stream: IO[str]) -> bool:
         return False
 
 
-def settle() -> None:
+def flush_streams() -> None:
     """Flushes both streams before the end of the process: Python turns the exit code into 120 where
     standard output cannot be flushed. What is left of such a stream is dropped."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
@@ -129,7 +130,7 @@ def settle() -> None:
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
+def silence_stderr() -> Iterator[None]:
     """Drops what is written to stderr, from C++ too."""
     try:
         kept = os.dup(2)
@@ -146,6 +147,18 @@ def silenced() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(hole)
+
+
+def readable(text: str) -> str:
+    """Returns a text on one line, as a person reads it: `↵` for line breaks, and codes (`\\x1b`)
+    for what no terminal shows, or would obey."""
+
+    def shown(letter: str) -> str:
+        if letter.isprintable() or unicodedata.category(letter) == "Zs":
+            return letter
+        return "↵" if letter == "\n" else repr(letter)[1:-1]
+
+    return text if text.isprintable() else "".join(map(shown, text))
 
 
 WIDTH = 132
@@ -191,12 +204,7 @@ def table_lines(
     out = io.StringIO()
     # In a notebook, rich would show the table instead of writing it.
     console = Console(
-        file=out,
-        width=width,
-        color_system=None,
-        highlight=False,
-        markup=False,
-        force_jupyter=False,
+        file=out, width=width, color_system=None, highlight=False, markup=False, force_jupyter=False
     )
     console.print(table)
     return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]

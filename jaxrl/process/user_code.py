@@ -1,9 +1,9 @@
-"""The user's code (reward functions, environments) in processes that can be killed.
+"""Calls of the user's code (reward functions, environments) in processes that can be killed.
 
-A pool starts its processes, sends them calls and takes their answers. Every wait has a limit: a
-process that is late, ends, or writes what is no answer is killed with all that it has started, and
-replaced; what it costs is the call in whose name it was running, with the line where it was.
-While the run is frozen no limit runs (`wall_clock`).
+`UserCodePool.call` has a call answered. Every wait has a limit: a process that is late, ends, or
+writes what is no answer is killed with all that it has started, and replaced; what it costs is the
+call in whose name it was running, with the line where it was, and the others are sent again.
+While the run is frozen no limit runs (`awake_clock`).
 `process.user_process` is the other side. What the code prints goes to stderr.
 """
 
@@ -19,8 +19,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Collection, Coroutine, Hashable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,11 +27,11 @@ from typing import Any, Generic, Literal, NotRequired, Self, TypedDict, TypeVar,
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from jaxrl.errors import RunError, UserError, short
+from jaxrl.errors import RunError, StopTraining, UserError, short
+from jaxrl.process.awake_clock import awake_clock
 from jaxrl.process.child_python import program_paths, python_command, users_environment
 from jaxrl.process.user_process import CELL, LENGTH, MOST_BYTES, Trouble, family, kill_family
 from jaxrl.process.waiting import waiting
-from jaxrl.process.wall_clock import wall_clock
 
 BOOT = "from jaxrl.process.user_process import main; main(*sys.argv[1:4], *map(int, sys.argv[4:]))"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -50,7 +49,6 @@ LOOK_S, LAST_LOOK_S = 0.25, 0.01
 ASYNC_SLACK_S = 1.0
 """A process cancels an awaited call at its timeout; so much later the process is killed."""
 MAX_PROCESSES = 256
-_NAMES = {number.value: number.name for number in signal.Signals}
 
 Facts = TypeVar("Facts")
 Result = TypeVar("Result")
@@ -60,20 +58,46 @@ Result = TypeVar("Result")
 class Failure:
     """Why the user's code has no answer."""
 
-    kind: Trouble | Literal["user"]
-    """`user`: the data is wrong, as the text says; an `exception` comes with its traceback, or with
-    how the process ended."""
+    kind: Trouble
+    """An `exception` comes with its traceback, or with how the process ended."""
     text: str
+    killed: bool = False
+    """Whether its process was lost with it."""
+
+
+def too_many_failures(failures: Collection[Failure], who: str, of: str, limit: str) -> RunError:
+    """Makes the error of more failures than `limit` allows, with the first one.
+
+    Args:
+        of: all that may fail, as in "8 completions".
+    """
+    late, first = sum(f.kind == "timeout" for f in failures), next(iter(failures))
+    return RunError(
+        f"{who} failed on {len(failures)} of {of} ({late} timeouts, {len(failures) - late}"
+        f" exceptions or ended processes), more than {limit} allows; the first,"
+        f" {first.kind}:\n{first.text}"
+    )
 
 
 class Lost(Exception):
     """A process was late or has ended, or wrote what is no answer."""
 
-    def __init__(self, kind: Trouble, text: str, guilty: bool | None = None):
+    def __init__(
+        self, kind: Trouble, text: str, guilty: bool | None = None, late: SentCall | None = None
+    ):
         super().__init__(text)
         self.kind: Trouble = kind
         self.guilty = guilty
         """Whether the call that raises this is to blame; None: nobody knows."""
+        self.late = late
+        """The call that it has begun and not answered in time."""
+
+
+class NoAnswer(Lost):
+    """A process wrote something that is no valid JSON answer."""
+
+    def __init__(self, text: str):
+        super().__init__("exception", f"it wrote something that is not an answer: {short(text)}")
 
 
 class ProcessAnswer(BaseModel, extra="forbid"):
@@ -84,7 +108,7 @@ class ProcessAnswer(BaseModel, extra="forbid"):
 
 
 class FailedAnswer(ProcessAnswer):
-    failure: tuple[Trouble | Literal["user"], str]
+    failure: tuple[Trouble, str]
     """Of a `Failure`."""
 
 
@@ -112,7 +136,12 @@ class BegunAnswer(ProcessAnswer):
     """What it returned is awaited."""
 
 
-CommonAnswer = BegunAnswer | ImportsAnswer | RefusedAnswer
+class EndedAnswer(ProcessAnswer):
+    ended: str
+    """How the process ended, as the guard saw it; to no call."""
+
+
+CommonAnswer = BegunAnswer | EndedAnswer | FailedAnswer | ImportsAnswer | RefusedAnswer
 """Those of every service."""
 
 
@@ -121,40 +150,50 @@ class SentCall:
     """A call that a process has, as the run sees it."""
 
     number: int
-    take: Callable[[Any], bool | None]
-    """Takes an answer; returns whether it is the last, or None where it is none to this call."""
+    fits: Callable[[Any], bool]
+    """Returns whether an answer is one to this call."""
     limit: float
     """Seconds for the next thing that is heard of it."""
-    since: float = field(default_factory=lambda: wall_clock().awake())
+    since: float = field(default_factory=lambda: awake_clock().awake())
     """When it was sent, or something was last heard of it, on the clock of `awake`."""
     begun: int = 0
     """Times that the user's code was called for it."""
     done: asyncio.Future[Any] = field(default_factory=asyncio.Future)
-    """The last answer. Raises Lost, UserError where the process refuses, or what `take` raises."""
+    """The answer. Raises Lost, UserError where the process refuses, or StopTraining."""
+
+
+class PoolLimits(TypedDict):
+    """Keyword arguments of a pool."""
+
+    workers: int
+    timeout: float
+    """Seconds for the user's code to answer once."""
+    startup: float
+    """Seconds for a process to import what it needs."""
+    memory_mb: NotRequired[int | None]
+    """Megabytes that each process may address; None: no limit."""
+    max_processes: NotRequired[int]
+    """Number that each process may grow to, itself and all below it."""
 
 
 class UserProcess:
     """A process that runs the user's code, for one event loop."""
 
-    def __init__(
-        self,
-        service: str,
-        section: str,
-        max_processes: int,
-        shape: TypeAdapter[Any],
-        timeout: float,
-        startup: float,
-    ):
-        self._timeout, self._startup = timeout, startup
+    def __init__(self, service: str, section: str, shape: TypeAdapter[Any], limits: PoolLimits):
+        self._timeout, self._startup = limits["timeout"], limits["startup"]
         self.worker: int | None = None  # id of the process that runs the code, under the guard
         self.killed = False
         self.limit: asyncio.Timeout | None = None
         """Of the wait for its next answer."""
         self.fresh = True
         """Whether it has never called the user's code."""
-        self.heard = wall_clock().awake()
+        self.heard = awake_clock().awake()
         self.calls: dict[int, SentCall] = {}
         """Those that are not over, by number."""
+        self.overdue: tuple[SentCall | None, float] = None, 0.0
+        """A call whose time is over, and until when its answer still counts."""
+        self.looked = 0.0
+        """When it was last asked which of its calls are late."""
         self.sessions: set[Hashable] = set()
         """What it holds between the calls, by key."""
         self.alone = False
@@ -165,7 +204,8 @@ class UserProcess:
         self._shared.write(bytes(CELL))
         self._shared.flush()
         shared = self._shared.fileno()
-        numbers = [str(number) for number in (shared, os.getpid(), max_processes)]
+        most = limits.get("max_processes", MAX_PROCESSES)
+        numbers = [str(number) for number in (shared, os.getpid(), most)]
         self._guard = subprocess.Popen(
             python_command(BOOT, service, section, json.dumps(program_paths()), *numbers),
             stdin=subprocess.PIPE,
@@ -185,11 +225,11 @@ class UserProcess:
             lambda: asyncio.StreamReaderProtocol(self._answers), self._guard.stdout
         )
 
-    def send(self, content: object, take: Callable[[Any], bool | None]) -> SentCall:
+    def send(self, content: object, fits: Callable[[Any], bool]) -> SentCall:
         """Sends a call; the caller takes it from `calls` when it is over. One to a process that has
         ended raises Lost."""
         self._number += 1
-        call = SentCall(self._number, take, self._startup if self.fresh else self._timeout)
+        call = SentCall(self._number, fits, self._startup if self.fresh else self._timeout)
         call.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # was seen
         if self.killed:
             call.done.set_exception(Lost("exception", "its process is gone", guilty=False))
@@ -216,20 +256,15 @@ class UserProcess:
             noise += len(line)
             try:
                 answer = self._shape.validate_json(line, strict=True) if line != b"\n" else None
-            except ValidationError:  # text, a line that is like an answer, or the guard's report
+            except ValidationError:  # text, or a line that is like an answer
                 found = None
                 with suppress(ValueError, RecursionError):
                     found = json.loads(line)
-                if not isinstance(found, dict):
-                    continue
-                if isinstance(how := found.get("ended"), int | str):
-                    if not isinstance(how, str):
-                        signalled = f"was ended by {_NAMES.get(-how, f'signal {-how}')}"
-                        how = signalled if how < 0 else f"ended with exit code {how}"
-                    raise Lost("exception", f"its process {how}{self._stack()}") from None
-                if found.get("order") in range(1, self._number + 1):
-                    raise no_answer(json.dumps(found)) from None
+                if isinstance(found, dict) and found.get("order") in range(1, self._number + 1):
+                    raise NoAnswer(json.dumps(found)) from None
                 continue
+            if isinstance(answer, EndedAnswer):
+                raise Lost("exception", f"its process {answer.ended}{self._stack()}")
             if answer is not None and 1 <= answer.order <= self._number:
                 return answer
         raise Lost("exception", f"it wrote {MOST_BYTES} bytes that are not an answer")
@@ -262,7 +297,8 @@ class UserProcess:
                     break
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.01)  # the lines after the first
-        return Lost("timeout", f"no answer after {seconds:g} s{self._stack()}")
+        text = f"no answer after {seconds:g} s{self._stack()}"
+        return Lost("timeout", text, late=call if call.begun else None)
 
     def _stack(self) -> str:
         if self.killed:
@@ -292,26 +328,16 @@ class UserProcess:
         self._shared.close()
 
 
-class PoolLimits(TypedDict):
-    """Keyword arguments of a pool."""
-
-    workers: int
-    timeout: float
-    """Seconds for the user's code to answer once."""
-    startup: float
-    """Seconds for a process to import what it needs."""
-    memory_mb: NotRequired[int | None]
-    """Megabytes that each process may address; None: no limit."""
-    max_processes: NotRequired[int]
-    """Number that each process may grow to, itself and all below it."""
-
-
-class UserCodePool(ABC, Generic[Facts]):
+class UserCodePool(Generic[Facts]):
     """Some processes that have loaded the same code of the user's, kept by the event loop of a
     thread.
 
-    What is submitted runs in that loop. Once the pool is closed, or a process cannot be started,
-    everything that is not done raises why.
+    What is submitted runs in that loop, and may await `call`. Once the pool is closed, or a process
+    cannot be started, everything that is not done raises why.
+    """
+
+    most_sessions: int | None = None
+    """That a process holds at once. None: any number, shared out among all once they have started.
     """
 
     def __init__(
@@ -330,21 +356,29 @@ class UserCodePool(ABC, Generic[Facts]):
             service: module with `load`, as `user_process.main` needs it.
             setup: what `load` gets.
             names: what the processes load, for messages.
-            shape: of an answer, `ReadyAnswer` among them.
+            shape: of an answer, `ReadyAnswer` and `CommonAnswer` among them.
         """
-        self.timeout, self.startup = limits["timeout"], limits["startup"]
         self.lost = 0
         """Processes that were late or ended at work, and are replaced."""
         self.processes: list[UserProcess] = []
         """Those that have loaded the code."""
-        most = limits.get("max_processes", MAX_PROCESSES)
-        self._kind = (service, section, most, shape, self.timeout, self.startup)
-        self._setup = (setup, self.timeout, limits.get("memory_mb"))
-        self._section, self._names, self._workers = f"{section}s", names, limits["workers"]
-        self._started = 0
+        self._limits, self._kind = limits, (service, section, shape, limits)
+        self._setup, self._section, self._names = setup, f"{section}s", names
+        self._workers = limits["workers"]
+        self._started = False
+        self._to_start = self._workers
+        """Of the first processes, those that are not ready."""
+        self._holders: dict[Hashable, UserProcess] = {}
+        """By session."""
+        self._suspects = 0
+        """Calls that wait for a process of their own, since any of them may have cost one."""
+        self._changed = asyncio.Event()
+        """A pulse: a process may take other calls."""
         self._facts: Future[Facts] = Future()
         self._error: Exception | None = None
         """Why the pool has ended."""
+        self.stop: StopTraining | None = None
+        """What its code raised first, if it did; every later `call` raises it again."""
         self._lock = threading.Lock()
         """Nothing is submitted after `_error` is set."""
         self._starts = asyncio.TaskGroup()
@@ -358,9 +392,98 @@ class UserCodePool(ABC, Generic[Facts]):
         self._thread = threading.Thread(target=serve, name=section, daemon=True)
         self._thread.start()
 
-    @abstractmethod
-    async def offer(self, process: UserProcess) -> None:
-        """Takes a process into use that has loaded the code."""
+    async def call(
+        self,
+        session: Hashable,
+        content: Callable[[bool], tuple[Any, ...]],
+        fits: Callable[[Any], bool],
+    ) -> Any | Failure:
+        """Has a call answered by the process that holds its session, and again by another where it
+        lost that through no fault of its own. Raises StopTraining once the code has, in whichever
+        call.
+
+        Args:
+            content: gets whether the process holds the session already.
+            fits: as of `SentCall`.
+        """
+        suspect = False
+        while True:
+            if self.stop is not None:
+                raise self.stop
+            before = self._holders.get(session)
+            process = await self.hold(session, alone=suspect)
+            try:
+                return await self.send(process, content(process is before), fits)
+            except StopTraining as stop:
+                self.stop = self.stop or stop
+                raise
+            except Lost as lost:
+                if lost.guilty:
+                    return Failure(lost.kind, str(lost), killed=True)
+                suspect |= lost.guilty is None
+            finally:
+                if suspect or self._suspects:
+                    process.alone = False
+                    self._pulse()
+
+    async def send(
+        self, process: UserProcess, content: tuple[Any, ...], fits: Callable[[Any], bool]
+    ) -> Any | Failure:
+        """Returns the answer of one process; raises Lost."""
+        call = process.send(content, fits)
+        try:
+            return await call.done
+        except asyncio.CancelledError:
+            if [*process.calls] == [call.number]:  # it may still be at work, for nobody
+                self.discard(process)
+            raise
+        finally:
+            process.calls.pop(call.number, None)
+
+    async def hold(self, session: Hashable, alone: bool = False) -> UserProcess:
+        """Waits for the process that holds a session or, where none does, for the one that holds
+        the fewest, which then holds it. A suspect call gets it alone, to be to blame if it is lost.
+        """
+
+        def free() -> list[UserProcess]:
+            holder, most = self._holders.get(session), self.most_sessions
+            if holder is not None and not holder.killed:
+                usable = [holder]
+            elif len(self.processes) < self._workers if alone else most is None and self._to_start:
+                usable = []  # others come, of which none holds a session
+            elif alone or most is None:
+                usable = self.processes
+            else:
+                usable = [process for process in self.processes if len(process.sessions) < most]
+            if alone:
+                return [process for process in usable if not process.calls]
+            return [process for process in usable if not process.alone and not self._suspects]
+
+        self._suspects += alone
+        try:
+            while not (processes := free()):
+                await self._changed.wait()
+        finally:
+            self._suspects -= alone
+            if alone and not self._suspects:  # others go on beside it
+                self._pulse()
+        process = min(processes, key=lambda process: len(process.sessions))
+        self._holders[session], process.alone = process, alone
+        process.sessions.add(session)
+        return process
+
+    def leave(self, session: Hashable) -> UserProcess | None:
+        """Forgets a session; returns the process that holds it."""
+        process = self._holders.pop(session, None)
+        if process is None or process.killed:
+            return None
+        process.sessions.discard(session)
+        self._pulse()
+        return process
+
+    def _pulse(self) -> None:
+        self._changed.set()
+        self._changed.clear()
 
     def facts(self) -> Facts:
         """Describes the code; waits until a process has loaded it.
@@ -370,7 +493,7 @@ class UserCodePool(ABC, Generic[Facts]):
             RunError: the processes cannot be started.
         """
         what = f"{self._section}: the process that loads {self._names}"
-        with waiting(what, most=self.startup):
+        with waiting(what, most=self._limits["startup"]):
             return self._facts.result()
 
     def submit(self, work: Coroutine[object, object, Result]) -> Future[Result]:
@@ -426,56 +549,56 @@ class UserCodePool(ABC, Generic[Facts]):
         while True:
             process = await self._start()
             self.processes.append(process)
-            await self.offer(process)
-            suspect, until = None, 0.0
+            self._to_start = max(self._to_start - 1, 0)
+            self._pulse()
             try:
                 while not process.killed:
-                    now, (late, deadline) = wall_clock().awake(), process.first_late()
-                    if late is None or deadline is None or deadline > now:
-                        suspect = None
-                    elif late is not suspect:  # what has arrived by now still counts
-                        pause = LOOK_S if len(process.calls) > 1 else LAST_LOOK_S
-                        suspect, deadline = late, now + pause
-                        until = deadline
-                    elif now < until:
-                        deadline = until
-                    else:
-                        self.lose(process, await process.late(late), late if late.begun else None)
-                        break
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout_at(_loop_time(deadline)) as process.limit:
-                            self._take(process, await process.answer())
+                    self._take(process, await self._answer(process))
             except Lost as lost:
-                self.lose(process, lost)
+                self._lose(process, lost)
+
+    async def _answer(self, process: UserProcess) -> Any:
+        """Returns the next answer of a process; raises Lost, also where a call of it is late."""
+        while True:
+            if process.killed:  # nobody waits for its calls any more
+                raise Lost("exception", "its process is gone", guilty=False)
+            now, (overdue, until) = awake_clock().awake(), process.overdue
+            end: float | None = process.looked + LAST_LOOK_S
+            if now >= process.looked + LAST_LOOK_S:  # answers to many calls come faster
+                process.looked, (late, end) = now, process.first_late()
+                if late is None or end is None or end > now:
+                    process.overdue = None, 0.0
+                elif late is not overdue:  # what has arrived by now still counts
+                    end = now + (LOOK_S if len(process.calls) > 1 else LAST_LOOK_S)
+                    process.overdue = late, end
+                elif now < until:
+                    end = until
+                else:
+                    raise await process.late(late)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(_loop_time(end)) as process.limit:
+                    return await process.answer()
 
     async def _start(self) -> UserProcess:
-        why = f"{self._section}: the process for {self._names} did not start: "
+        process, limits = None, self._limits
         try:
             process = UserProcess(*self._kind)
-        except OSError as error:
-            raise RunError(f"{why}{error}") from error
-        try:
             await process.connect()
-            (setup, *limits), first = self._setup, not self._started
-            self._started += 1
-            call, answer = process.send((setup, first, *limits), lambda answer: True), None
-            while answer is None:
-                end = call.since + self.startup
-                try:
-                    async with asyncio.timeout_at(_loop_time(end)):
-                        answer = await process.answer()
-                except TimeoutError:
-                    if wall_clock().awake() >= end:
-                        raise await process.late(call) from None
+            first, self._started = not self._started, True
+            content = self._setup, first, limits["timeout"], limits.get("memory_mb")
+            process.send(content, lambda answer: True)
+            answer = await self._answer(process)
             if isinstance(answer, RefusedAnswer):
                 raise UserError(answer.refused)
             if not isinstance(answer, ReadyAnswer):
-                raise no_answer(answer.model_dump_json())
+                raise NoAnswer(answer.model_dump_json())
         except BaseException as error:
-            process.kill()
-            if not isinstance(error, Lost):
+            if process is not None:
+                process.kill()
+            if not isinstance(error, Lost | OSError):
                 raise
-            raise RunError(f"{why}{error}") from error
+            why = f"{self._section}: the process for {self._names} did not start: {error}"
+            raise RunError(why) from error
         process.worker = answer.ready
         process.calls.clear()
         if answer.facts is not None and not self._facts.done():
@@ -483,43 +606,39 @@ class UserCodePool(ABC, Generic[Facts]):
         return process
 
     def _take(self, process: UserProcess, answer: Any) -> None:
-        """Hands an answer to its call; raises Lost where it is none to that."""
+        """Hands an answer to its call; raises NoAnswer where it is none to that."""
         call = process.calls.get(answer.order)
         if call is None or call.done.done():
             return
-        process.heard = call.since = wall_clock().awake()
+        process.heard = call.since = awake_clock().awake()
         match answer:
             case RefusedAnswer():
                 call.done.set_exception(UserError(answer.refused))
             case ImportsAnswer() if not call.begun:
-                call.limit = self.startup
+                call.limit = self._limits["startup"]
             case BegunAnswer() if answer.begin == call.begun + (not answer.awaits):
                 call.begun, process.fresh = answer.begin, False
-                call.limit = self.timeout + ASYNC_SLACK_S * answer.awaits
+                call.limit = self._limits["timeout"] + ASYNC_SLACK_S * answer.awaits
+            case FailedAnswer(failure=("stop", text)) if call.begun:
+                call.done.set_exception(StopTraining(text))
+            case FailedAnswer() if call.begun:
+                call.done.set_result(Failure(*answer.failure))
+            case _ if call.begun and call.fits(answer):
+                call.done.set_result(answer)
             case _:
-                try:
-                    last = call.take(answer) if call.begun else None
-                except RunError as error:
-                    call.done.set_exception(error)
-                    return
-                if last is None:
-                    raise no_answer(answer.model_dump_json(exclude_unset=True))
-                if last:
-                    call.done.set_result(answer)
+                raise NoAnswer(answer.model_dump_json(exclude_unset=True))
 
-    def lose(self, process: UserProcess, lost: Lost, late: SentCall | None = None) -> None:
+    def _lose(self, process: UserProcess, lost: Lost) -> None:
         """Kills a process, and tells its calls who is to blame: the one in whose name it was
         running, or that was late, or the only one that it had, unless an earlier one can have
-        broken it.
-
-        Args:
-            late: the call that it has begun and not answered in time.
-        """
+        broken it."""
         if process.killed:
             return
         calls = list(process.calls.values())
-        guilty = process.running() or late
-        if guilty is None and process.alone and len(calls) == 1:
+        guilty = process.running() or lost.late
+        if isinstance(lost, NoAnswer) and len(calls) > 1:  # any of them may have written it
+            guilty = None
+        if guilty is None and len(calls) == 1 and (process.alone or self.most_sessions == 1):
             guilty = calls[0] if calls[0].begun or process.fresh else None
         self.discard(process)
         self.lost += 1
@@ -538,9 +657,4 @@ class UserCodePool(ABC, Generic[Facts]):
 def _loop_time(end: float | None) -> float | None:
     """Returns when a moment on the clock of `awake` comes at the earliest, on that of the running
     event loop, which goes on while the process is frozen."""
-    return None if end is None else asyncio.get_running_loop().time() + end - wall_clock().awake()
-
-
-def no_answer(text: str) -> Lost:
-    """Returns the error of an answer that is no valid JSON answer."""
-    return Lost("exception", f"it wrote something that is not an answer: {short(text)}")
+    return None if end is None else asyncio.get_running_loop().time() + end - awake_clock().awake()

@@ -37,10 +37,10 @@ from typing import Any, Literal, NoReturn
 
 import psutil
 
-from jaxrl.errors import UserError, short
+from jaxrl.errors import StopTraining, UserError, short
+from jaxrl.process.awake_clock import TICK_S, AwakeClock
 from jaxrl.process.interrupt import ASKING
 from jaxrl.process.json_types import JsonObject
-from jaxrl.process.wall_clock import TICK_S, WallClock
 
 _os_write, _unpickled = os.write, pickle.loads  # whatever the user's code puts in their place
 LOOK_S = 1.0
@@ -60,8 +60,10 @@ READ_BYTES = 1 << 16
 LENGTH = CELL = 8
 """Bytes of the length before a pickle, and of the shared cell: a call's number, little endian; 0:
 none is running."""
-Trouble = Literal["timeout", "exception"]
-clock = WallClock()
+Trouble = Literal["timeout", "exception", "user", "stop"]
+"""Why there is no answer; `user`: the data is wrong, as the text says; `stop`: the code raised
+StopTraining, with that text."""
+clock = AwakeClock()
 """Looked at by what is awaited, and round each step of the user's code: a thread that looks would
 make forks of that code unsafe."""
 _NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("number", default=0)
@@ -123,7 +125,8 @@ class Call:
         self, function: Callable[..., object], /, *args: object, **columns: object
     ) -> Any:
         """Calls the user's code and awaits what it returns, if that can be awaited. Raises
-        CodeFailed where it raises anything, or what is awaited is late."""
+        StopTraining where it does, and CodeFailed where it raises anything else, or what is awaited
+        is late."""
         limit, loop = None, asyncio.get_running_loop()
         try:
             if not inspect.iscoroutinefunction(function):
@@ -142,6 +145,8 @@ class Call:
                         result = await result
                     finally:
                         call_off()
+        except StopTraining:
+            raise
         except BaseException as error:
             if limit is not None and limit.expired():
                 text = f"no answer after {self._timeout:g} s; the awaited call was cancelled"
@@ -219,11 +224,14 @@ def main(
     while ended != worker:  # orphans end here too
         ended, status = os.waitpid(-1, 0)
     output.join(PRINTED_S)
-    _end(answers, os.waitstatus_to_exitcode(status))
+    code = os.waitstatus_to_exitcode(status)
+    names = {number.value: number.name for number in signal.Signals}
+    by = f"was ended by {names.get(-code, f'signal {-code}')}"
+    _end(answers, by if code < 0 else f"ended with exit code {code}")
 
 
 def _ignore(*_: object) -> None:
-    pass
+    """Takes a signal."""
 
 
 def _heed_signals() -> None:
@@ -255,9 +263,9 @@ def _show(printed: int, section: str) -> None:
             _write(2, shown)
 
 
-def _end(answers: int, how: int | str) -> None:
+def _end(answers: int, how: str) -> None:
     with suppress(BrokenPipeError):  # nobody is left to read it
-        _write(answers, _line({"ended": how}))
+        _write(answers, _line({"order": 0, "ended": how}))
     kill_family(os.getpid())
 
 
@@ -316,8 +324,9 @@ def _answer_calls(
 
     try:
         answerer = load(setup, first, ready)
-    except UserError as error:
-        call.say({"refused": short(str(error), LONGEST_REASON)})
+    except (UserError, StopTraining) as error:
+        why = str(error) if isinstance(error, UserError) else f"StopTraining while loaded: {error}"
+        call.say({"refused": short(why, LONGEST_REASON)})
         return
     loop, tasks, received = asyncio.new_event_loop(), set[asyncio.Task[None]](), bytearray()
     loop.set_task_factory(partial(_marked_task, cell))
@@ -327,6 +336,8 @@ def _answer_calls(
             await answerer(call, *content)
         except UserError as error:
             call.say({"refused": short(str(error), LONGEST_REASON)})
+        except StopTraining as stop:
+            call.fail("stop", str(stop))
         except CodeFailed as failed:
             call.fail(failed.kind, str(failed))
         except Exception as error:  # such as of an attribute that the user's class computes

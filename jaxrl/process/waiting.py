@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
 
 from jaxrl.process.streams import to_stderr
 
@@ -20,6 +22,9 @@ FIRST_S = 5.0
 """How long a wait is not worth a line."""
 LOOK_S = 0.5
 """Seconds between two looks at the waits."""
+ROWS_COUNTED = 1000
+"""Rows between two numbers of them."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,21 +43,11 @@ class Waited:
 class OpenWait:
     """One that goes on."""
 
+    what: str
     since: float
     most: float | None
     why: str = ""
     """What is known of its cause; whoever waits may set it."""
-
-
-@dataclass
-class _Thing:
-    """What is waited for, once or by several at once."""
-
-    waits: list[OpenWait] = field(default_factory=list)
-    next: float = FIRST_S
-    """How old the oldest wait is when the next line is due."""
-    said_at: float = 0.0
-    """How old it was at the latest look; 0 where no line was written."""
 
 
 class Waits:
@@ -63,38 +58,53 @@ class Waits:
     ) -> None:
         self.say, self._clock = say, clock
         self._lock = threading.Lock()
-        self._things: dict[str, _Thing] = {}
+        self._open: list[OpenWait] = []
+        self._told: dict[str, tuple[float, float]] = {}
+        """What a line was written about -> how old its oldest wait is when the next is due, and was
+        at the latest look."""
         self._mirrored: dict[str, dict[str, OpenWait]] = {}
         """Process -> what it waits for; one thread writes it."""
 
     def begin(self, what: str, most: float | None = None, ago: float = 0.0) -> OpenWait:
         """Notes that one is waiting, since `ago` seconds."""
-        wait = OpenWait(self._clock() - ago, most)
+        wait = OpenWait(what, self._clock() - ago, most)
         with self._lock:
-            self._things.setdefault(what, _Thing()).waits.append(wait)
+            self._open.append(wait)
         return wait
 
-    def end(self, what: str, wait: OpenWait) -> None:
+    def end(self, wait: OpenWait) -> None:
         """Notes that this wait is over."""
         with self._lock:
-            thing = self._things[what]
-            thing.waits.remove(wait)
-        self._look_at(what)
+            self._open.remove(wait)
+        self.look()
 
     def look(self) -> None:
         """Writes the lines that are due."""
+        lines = []
         with self._lock:
-            names = list(self._things)
-        for what in names:
-            self._look_at(what)
+            ages = {wait.what: (age, wait) for age, wait in self._oldest()}
+            for what, (_, before) in [*self._told.items()]:
+                if (age := ages[what][0] if what in ages else 0.0) < FIRST_S:
+                    lines.append(f"{what}: waited for {max(before, age):.0f} s, and it is over")
+                    del self._told[what]
+            for what, (age, wait) in ages.items():
+                due, _ = self._told.get(what, (FIRST_S, 0.0))
+                if age >= due:
+                    most = "" if wait.most is None else f" of at most {wait.most:.0f} s"
+                    why = f" ({wait.why})" if wait.why else ""
+                    lines.append(f"waiting for {what}: {age:.0f} s{most}{why}")
+                while due <= age:
+                    due *= 2
+                if age >= FIRST_S:
+                    self._told[what] = due, age
+        for line in lines:  # outside of the lock: it may take a while
+            self.say(line)
 
     def going_on(self) -> tuple[Waited, ...]:
         """Returns the waits that are, or may soon be, worth a line."""
-        now = self._clock()
         with self._lock:
-            oldest = [(what, _oldest(x)) for what, x in self._things.items() if x.waits]
-        ages = ((what, now - wait.since, wait) for what, wait in oldest)
-        return tuple(Waited(what, s, w.most, w.why) for what, s, w in ages if s >= FIRST_S / 2)
+            oldest = self._oldest()
+        return tuple(Waited(w.what, s, w.most, w.why) for s, w in oldest if s >= FIRST_S / 2)
 
     def mirror(self, name: str, waited: Sequence[Waited]) -> None:
         """Takes over what another process waits for now, in place of what it did before.
@@ -103,45 +113,21 @@ class Waits:
             name: of the process.
         """
         watch()
-        going_on = {one.what: one for one in waited}
-        before = self._mirrored.get(name, {})
-        for what in [what for what in before if what not in going_on]:
-            self.end(what, before.pop(what))
-        for what, one in going_on.items():
-            if what not in before:
-                before[what] = self.begin(what, one.most, ago=one.seconds)
-            before[what].why = one.why
-        self._mirrored[name] = before
+        before, now = self._mirrored.get(name, {}), dict[str, OpenWait]()
+        for wait in waited:
+            same = before.pop(wait.what, None)
+            now[wait.what] = same or self.begin(wait.what, wait.most, ago=wait.seconds)
+            now[wait.what].why = wait.why
+        self._mirrored[name] = now
+        for over in before.values():
+            self.end(over)
 
-    def _look_at(self, what: str) -> None:
-        line, now = None, self._clock()
-        with self._lock:
-            thing = self._things.get(what)
-            if thing is None:
-                return
-            oldest = _oldest(thing) if thing.waits else None
-            age = 0.0 if oldest is None else now - oldest.since
-            if age < FIRST_S:
-                if thing.said_at:
-                    line = f"{what}: waited for {max(thing.said_at, age):.0f} s, and it is over"
-                    thing.next, thing.said_at = FIRST_S, 0.0
-                if oldest is None:
-                    del self._things[what]
-            elif oldest is not None:
-                thing.said_at = thing.said_at and age
-                if age >= thing.next:
-                    thing.said_at = age
-                    while thing.next <= age:
-                        thing.next *= 2
-                    most = "" if oldest.most is None else f" of at most {oldest.most:.0f} s"
-                    why = f" ({oldest.why})" if oldest.why else ""
-                    line = f"waiting for {what}: {age:.0f} s{most}{why}"
-        if line is not None:  # outside of the lock: it may take a while
-            self.say(line)
-
-
-def _oldest(thing: _Thing) -> OpenWait:
-    return min(thing.waits, key=lambda wait: wait.since)
+    def _oldest(self) -> list[tuple[float, OpenWait]]:
+        """Returns for each thing the oldest wait, with its age in seconds."""
+        now, oldest = self._clock(), dict[str, OpenWait]()
+        for wait in sorted(self._open, key=lambda wait: wait.since):
+            oldest.setdefault(wait.what, wait)
+        return [(now - wait.since, wait) for wait in oldest.values()]
 
 
 def _watch() -> None:
@@ -151,8 +137,6 @@ def _watch() -> None:
 
 
 waits = Waits(to_stderr)
-_starting = threading.Lock()
-_watching = False
 
 
 @contextmanager
@@ -168,16 +152,26 @@ def waiting(what: str, most: float | None = None) -> Iterator[OpenWait]:
     try:
         yield wait
     finally:
-        waits.end(what, wait)
+        waits.end(wait)
 
 
+def count_rows(rows: Iterable[T], name: str) -> Iterator[T]:
+    """Yields rows that are read; lines about a reading of more than 5 s have their number so far.
+
+    Args:
+        name: of the file or the source.
+    """
+    with waiting(f"the rows of {name} to be read") as wait:
+        for number, row in enumerate(rows, start=1):
+            if number % ROWS_COUNTED == 0:
+                wait.why = f"{number:,} so far"
+            yield row
+
+
+@cache
 def watch() -> None:
     """Has a thread look at the waits, from the first call on."""
-    global _watching
-    with _starting:
-        if not _watching:
-            _watching = True
-            threading.Thread(target=_watch, name="waits", daemon=True).start()
+    threading.Thread(target=_watch, name="waits", daemon=True).start()
 
 
 @contextmanager

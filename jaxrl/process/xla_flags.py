@@ -18,10 +18,7 @@ VARIABLE = "XLA_FLAGS"
 DEVICE_FILES = ("nvidia[0-9]*", "nvidiactl", "nvmap", "dxg", "kfd", "accel*", "vfio/[0-9]*")
 """Below /dev: NVIDIA's GPUs (also Jetson's and WSL's), AMD's, TPUs."""
 DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
-TUNED, TUNED_BEFORE = (
-    "--xla_gpu_dump_autotune_results_to",
-    "--xla_gpu_load_autotune_results_from",
-)
+TUNED, TUNED_BEFORE = ("--xla_gpu_dump_autotune_results_to", "--xla_gpu_load_autotune_results_from")
 """Where XLA writes, at each compilation, all kernels that it chose by timing them in this process,
 and whence it takes such choices, once, at the first; a file of the latter that is not there, or of
 another version of XLA, ends the compilation (jaxlib 0.10 to 0.12)."""

@@ -227,7 +227,6 @@ class Profile:
         return self.worker_group.profile(folder, dtype, deadline)
 
     def _finish(self) -> None:
-        """Waits for the traces, then reports the table."""
         if self._finished:
             return
         self._finished = True

@@ -289,7 +289,6 @@ def union(spans: Iterable[Window]) -> list[Window]:
 
 
 def _inside(spans: Iterable[Window], windows: Iterable[Window]) -> float:
-    """Sums the seconds of the spans that lie in the windows."""
     stretches = union(windows)
     return sum(
         max(min(end, stop) - max(start, begin), 0.0)
@@ -334,12 +333,16 @@ class RunSetup:
         return None
 
 
-def run_advice(run_dir: Path) -> dict[str, tuple[str, ...]]:
-    """Reads the times of a run from its `config.yaml`, `plan.json` and `timeline.json`, and returns
-    heading -> lines; empty where there is nothing to say. `FASTER`: splits and schedules that would
-    be faster, the fastest first; of a run on emulated devices, on devices of their own. `WENT`:
-    what each pool did in a step, and which pool it waited for."""
-    found = measured_run(run_dir)
+def run_advice(run_dir: Path, config: Config | None = None) -> dict[str, tuple[str, ...]]:
+    """Reads the times of a run from its `plan.json` and `timeline.json`, and returns heading ->
+    lines; empty where there is nothing to say. `FASTER`: splits and schedules that would be faster,
+    the fastest first; of a run on emulated devices, on devices of their own. `WENT`: what each pool
+    did in a step, and which pool it waited for.
+
+    Args:
+        config: of the run; None: read from its `config.yaml`.
+    """
+    found = measured_run(run_dir, config)
     if found is None or len(found[1].pools) < 2:
         return {}
     setup, measured = found
@@ -420,15 +423,17 @@ def speedup(
     return measured.step / (measured.unexplained + predict(stages, setup.pool_of, staleness))
 
 
-def measured_run(run_dir: Path) -> tuple[RunSetup, StepTimes] | None:
+def measured_run(run_dir: Path, config: Config | None = None) -> tuple[RunSetup, StepTimes] | None:
     """Reads the setup and the step times of a run; None where the config or the plan of the run
-    cannot be read, or it has too few steps."""
+    cannot be read, it has too few steps, or a single pool, whose roles take turns."""
     try:
-        if not (run_dir / CONFIG_FILE).is_file():  # a pipe would be waited for
+        if config is None and not (run_dir / CONFIG_FILE).is_file():  # a pipe would be waited for
             return None
-        config = Config.load(run_dir / CONFIG_FILE)
+        config = config or Config.load(run_dir / CONFIG_FILE)
         plan = read_plan(read_file(run_dir / PLAN_DATA_FILE))
         pools, roles = plan["pools"], plan["roles"]
+        if len(pools) < 2:
+            return None
         emulated = any(pool["device"] == "cpu" for pool in pools)
         limits = [pool["limit"] for pool in pools if pool["limit"] is not None]
         setup = RunSetup(

@@ -31,9 +31,10 @@ from jaxrl.plan.plan_inputs import Column
 from jaxrl.process.json_types import JsonObject
 from jaxrl.report.read import RunFiles
 from jaxrl.report.timeline_lanes import Activity, evenly, lanes, reason, understand, waited
-from jaxrl.run.run_dir import meshes
+from jaxrl.run.run_dir import changes_of, meshes, stop_of, stop_text
 from jaxrl.telemetry.metrics import Metric, find_metric, held_out_reward
-from jaxrl.telemetry.plot import labels
+from jaxrl.telemetry.plot import PLACES, labels
+from jaxrl.telemetry.totals import describe_totals
 from jaxrl.types import Row
 
 SCRIPTS = ("base.js", "curves.js", "timeline.js", "samples.js", "start.js")
@@ -43,15 +44,18 @@ ENDS = 5
 RATES = ("eval/accuracy", "distill/top1_agreement")
 """Metrics shown as per cent, as the console does."""
 NOISY = ("reward/mean", "distill/divergence", "distill/top1_agreement", "sft/loss")
-PLACES = ("run_dir", "name", "resume")
-"""Keys that say where a run is, not what it is."""
 SAMPLES = 600
 """Most samples on a page."""
 TEXT = 2000
 """Most characters of a prompt or a completion: its beginning and its end."""
-HEADLINED = ("state", "wall time", "held-out accuracy")
+HEADLINED = ("state", "wall time", "held-out accuracy", "device-seconds")
 """Facts that the headline of a run has."""
-FIELDS = ("step", "prompt", "completion", "answer", "score", "reward", "tokens", "finish_reason")
+FIELDS = (
+    *("step", "prompt", "completion", "answer", "score", "reward", "tokens", "finish_reason"),
+    "learned",
+)
+TURN_TEXT = 200
+"""Least characters of a turn, where a completion has many."""
 FIRST = (
     "distill/divergence",
     "distill/reverse_kl_k1",
@@ -71,7 +75,7 @@ FIRST = (
 """What a reader looks at first; a run has those of them that its algorithm measures."""
 GROUPS = (
     *("main", "eval", "distill", "sft", "reward", "policy", "similarity", "actor", "rollout"),
-    *("tokens", "time", "weights", "memory", "offload", "checkpoint", "data", "run"),
+    *("tokens", "time", "total", "weights", "memory", "offload", "checkpoint", "data", "run"),
 )
 """Titles in the order of the page, prefixes of metrics' names but for the first and the last;
 others follow.
@@ -102,6 +106,7 @@ def page(
         "runs": labels([str(run.path) for run in runs]),
         "groups": charts(runs),
         "evaluated": [evenly(steps, POINTS) for steps in evaluated],
+        "changed": [list(changes_of(run.sessions)) for run in runs],
     }
     series = (line for g in data["groups"] for chart in g["charts"] for line in chart["series"])
     script = "\n" + "\n".join(map(_asset, SCRIPTS))
@@ -252,6 +257,9 @@ def headline(run: RunFiles, activity: Activity) -> list[Figure]:
         rates = _values(run.rows, "tokens/per_second")
         speed = f"{median(rates):,.0f} a second (median)" if rates else ""
         figures.append(Figure("tokens trained on", f"{sum(tokens):,.0f}", speed))
+    if held := _values(run.rows, "total/device_s"):
+        note = describe_totals(run.rows[-1]).get("device-seconds", "")
+        figures.append(Figure("device-hours", f"{held[-1] / 3600:,.3g}", note))
     state = _state(run)
     cut = not run.running and (not run.rows or run.wanted not in (None, run.steps))
     return [*figures, Figure("time", _wall_time(run, activity) or "–", state, alarm=cut)]
@@ -274,7 +282,9 @@ def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
     config = run.config
     sources = config.get("data.train")
     batch = tuple(map(config.get, ("batch_size", "group_size", "max_new_tokens")))
-    spec, distill = ALGORITHMS.get(str(config.get("algorithm"))), ("on_policy_fraction", "seq_kd")
+    algorithm = config.get("algorithm", config.get("algorithm.name"))
+    distill = ("on_policy_fraction", "seq_kd")
+    spec = ALGORITHMS.get(str(algorithm))
     size = "{} prompts x {}, up to {} new tokens"
     if spec is not None and spec.only_data(*(config.get(f"distill.{key}") for key in distill)):
         size = "{0} prompts with the data's completions, up to {2} tokens"
@@ -282,9 +292,13 @@ def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
     texts = {
         "state": _state(run),
         "wall time": _wall_time(run, activity),
-        "algorithm": config.get("algorithm"),
+        "algorithm": algorithm,
         "schedule": config.get("schedule"),
         "mesh": meshes(run.sessions) or config.get("mesh"),
+        "changed": "; ".join(
+            f"after step {step}: {', '.join(texts)}"
+            for step, texts in changes_of(run.sessions).items()
+        ),
         "models": _models(run),
         "data": ", ".join(map(str, sources)) if isinstance(sources, list) else sources,
         "environment": config.get("environment.name"),
@@ -295,6 +309,7 @@ def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
         f" the first step {steps[0]:.3g} s"
         if steps and tokens
         else "",
+        **(describe_totals(run.rows[-1]) if run.rows else {}),
     }
     return {heading: str(text) for heading, text in texts.items() if text}
 
@@ -308,6 +323,9 @@ def _state(run: RunFiles) -> str:
         return "no step was recorded"
     if run.steps == run.wanted:
         return f"ended: all of its {run.steps} steps"
+    stopped = stop_of(run.sessions)
+    if stopped is not None and stopped["step"] == run.steps:
+        return f"stopped at step {run.steps}{of} {stop_text(stopped)}"
     if run.wanted is None:
         return f"ends at step {run.steps}"
     return f"cut at step {run.steps}{of}"
@@ -336,7 +354,6 @@ def _models(run: RunFiles) -> str:
 
 
 def _accuracy(rows: Sequence[Row]) -> str:
-    """Returns the first and the last accuracy, with their 95% intervals, and the teacher's."""
     texts = []
     for row in _ends(rows, "eval/accuracy"):
         interval = f" ({text})" if (text := _interval(row, "eval/accuracy")) else ""
@@ -346,7 +363,6 @@ def _accuracy(rows: Sequence[Row]) -> str:
 
 
 def _ends(rows: Sequence[Row], name: str) -> list[Row]:
-    """Returns the first and the last row that have a metric, or the only one."""
     having = [row for row in rows if row.get(name) is not None]
     return having[:1] + having[1:][-1:]
 
@@ -449,14 +465,28 @@ def samples(run: RunFiles) -> list[JsonObject]:
             agreement = sample.get("agreement")
             (rounded,) = round_values([of_step.get(step) if agreement is None else agreement])
             fields = {name: sample.get(name) for name in FIELDS}
+            turns, rewards = sample.get("turns") or (), sample.get("rewards") or {}
             for name in ("prompt", "completion"):
-                text = str(sample.get(name) or "")
-                if (left_out := len(text) - TEXT) > 0:
-                    middle = f"\n[... {left_out} characters ...]\n"
-                    text = text[: TEXT // 2] + middle + text[-TEXT // 2 :]
-                fields[name] = text
+                fields[name] = _ends_of(str(sample.get(name) or ""), TEXT)
+            if turns:  # which have its text
+                room = max(TURN_TEXT, TEXT // len(turns))
+                fields["completion"] = ""
+                fields["turns"] = [
+                    turn | {"content": _ends_of(str(turn.get("content") or ""), room)}
+                    for turn in turns
+                ]
+            each = zip(rewards, round_values([*rewards.values()]), strict=True)
+            (advantage,) = round_values([sample.get("advantage")])
+            fields |= {"rewards": dict(each), "advantage": advantage}
             shown.append(fields | {"agreement": rounded, "of_step": agreement is None})
     return shown
+
+
+def _ends_of(text: str, most: int) -> str:
+    """Returns a text of at most so many characters of its beginning and its end."""
+    if (left_out := len(text) - most) <= 0:
+        return text
+    return f"{text[: most // 2]}\n[... {left_out} characters ...]\n{text[-most // 2 :]}"
 
 
 def sample_columns(run: RunFiles) -> list[str]:
@@ -464,7 +494,7 @@ def sample_columns(run: RunFiles) -> list[str]:
     of_step = any(row.get("distill/top1_agreement") is not None for row in run.rows)
     optional = [
         name
-        for name in ("answer", "score", "reward", "agreement")
+        for name in ("answer", "score", "reward", "advantage", "agreement")
         if any(sample.get(name) is not None for sample in run.samples)
         or (name == "agreement" and of_step)
     ]

@@ -134,6 +134,16 @@ def _row(row: JsonObject) -> JsonObject:
     return kept
 
 
+class _Turn(BaseModel):
+    """What the page shows of a turn."""
+
+    role: str
+    content: str | None = None
+    learned: bool | None = None
+    reward: float | None = None
+    advantage: float | None = None
+
+
 class _Sample(BaseModel):
     """What the page shows of a sample."""
 
@@ -146,6 +156,10 @@ class _Sample(BaseModel):
     tokens: int | None = None
     finish_reason: str | None = None
     agreement: float | None = None
+    learned: int | None = None
+    advantage: float | None = None
+    rewards: dict[str, float | None] | None = None
+    turns: list[_Turn] | None = None
 
     @classmethod
     def checked(cls, sample: JsonObject) -> JsonObject:

@@ -25,7 +25,8 @@ LONGEST_EXPRESSION = 1000
 """Characters of a text without any mark that may be an answer as a whole."""
 _OF_EXPRESSIONS = frozenset(words_of("part of an expression"))
 """Words that prose does not have."""
-_SCALES = {word: row[0] for row in word_table()["scales"] for word in row[1].split("|")}
+_SCALES = {word: int(row[0]) for row in word_table()["scales"] for word in row[1].split("|")}
+"""What a number before such a word is multiplied by; 0: no value is read."""
 _MILLI = {"p": "pico", "n": "nano", "m": "milli", "c": "centi", "d": "deci", "k": "kilo"}
 _MILLI |= dict.fromkeys(("u", "mc", "µ", "μ"), "micro")
 _MEGA = _MILLI | {"M": "mega", "G": "giga", "T": "tera"}
@@ -60,15 +61,13 @@ class Number:
     """The words behind it that are no such unit, as in `10 apples`."""
     name: str = ""
     """`x` of `x = 5`."""
-    scale: str = ""
-    """The word of one that is not converted, as in `5 lakh`."""
     step: Fraction = field(default=Fraction(0), compare=False)
     """The unit of a decimal's last digit, 1/100 of `1.25`; 0 of what is spelled exactly."""
 
     def same(self, other: Number) -> bool:
         """Compares both: 50% is 50 and 0.5; 5 cm is 5, but not 5 m; x = 5 is not y = 5."""
         names = {self.name, other.name} - {""}
-        if len(names) > 1 or self.scale != other.scale or not units_agree(self.unit, other.unit):
+        if len(names) > 1 or not units_agree(self.unit, other.unit):
             return False
         a, b = (self, other) if self.percent else (other, self)
         if a.percent == b.percent:
@@ -138,20 +137,18 @@ def read_number(text: str) -> Number | None:
     m = pattern("whole").fullmatch(number)
     if m is None or (m["sign"] and m["sign2"]):
         return None
-    value, rest = _to_fraction(m["number"]), m["rest"]
+    value, rest, factor = _to_fraction(m["number"]), m["rest"], _SCALES.get(m["scale"], 1)
     percent = pattern("percent").match(rest)
     rest = rest[percent.end() if percent else 0 :]
     unit = unit_of(rest)
-    if value is None or unit is None:
+    if value is None or unit is None or not factor:
         return None
-    factor, scale = _scale(m["scale"])
     return Number(
         -value * factor if "-" in (m["sign"], m["sign2"]) else value * factor,
         percent is not None,
         unit or _known(m["money"].strip(".")),
         things="" if unit else rest.strip(" .,;:"),
         name=named[1] if named is not None and len(named[1]) == 1 else "",
-        scale=scale,
         step=_step(m["number"], value * factor) * factor,
     )
 
@@ -161,12 +158,6 @@ def _step(number: str, value: Fraction) -> Fraction:
     if digits is None or value.denominator == 1:
         return Fraction(0)
     return Fraction(10) ** (int(digits[2] or 0) - len(digits[1]))
-
-
-def _scale(word: str | None) -> tuple[int, str]:
-    """Reads a word of scale: its factor, and the word itself where nothing is converted."""
-    meaning = _SCALES[word] if word else "1"
-    return (int(meaning), "") if meaning.isdecimal() else (1, str(word))
 
 
 def whole_number(text: str) -> Number | None:
@@ -210,14 +201,16 @@ def last_number(text: str) -> Number | None:
     if value is None or pattern("part before").search(before[-200:]) or _changed(before, after):
         return None
     percent = re.match(r"\s?\\?%|\s?per\s?cent", after)
-    scaled = pattern("scale").match(after)
-    factor, scale = _scale(scaled and scaled[1])
-    value, after = value * factor, after[scaled.end() if scaled else 0 :]
+    if scaled := pattern("scale").match(after):
+        factor, after = _SCALES[scaled[1]], after[scaled.end() :]
+        if not factor:
+            return None
+        value *= factor
     if percent is None and pattern("part behind").match(after):
         unit = pattern("unit").match(after)
         if unit is None or unit_of(unit[0]) is None:
             return None
-    return Number(value, percent is not None, scale=scale, step=_step(last[0], value))
+    return Number(value, percent is not None, step=_step(last[0], value))
 
 
 def given_number(text: str) -> Number | None:

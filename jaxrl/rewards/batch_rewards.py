@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -30,10 +30,19 @@ OVERLONG = "overlong"
 """Name of the soft penalty of long completions."""
 KL = "kl"
 """Name of the KL penalty."""
-OF_THE_RUN = (MODEL, ENVIRONMENT, OVERLONG, KL)
+PENALTIES = (OVERLONG, KL)
+OF_THE_RUN = (MODEL, ENVIRONMENT, *PENALTIES)
 """Names of rewards and penalties that no function may have."""
+MANY_MISSING = 0.1
+"""Share of a batch's completions without a reward of one function, above which the console says
+so."""
 ADDED = ("answer", "finish_reason", "n_tokens", "turns")
 """Columns that the run adds to those of a row; `turns` of episodes only."""
+MISSING_MEANS = {
+    "ignore": "the sum of their other rewards counts",
+    "drop": "they have no reward, unless it is None for all completions of their prompt",
+}
+"""Value of `reward.missing` -> what becomes of a completion for which a function returns None."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,11 @@ class RewardReport:
     """What a reader should know: failures with the first traceback, slow functions."""
     messages: tuple[str, ...] = ()
     """What the functions say of each completion, a line each; "" where they say nothing."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Name -> weight of each reward that counts; penalties are none."""
+    advantages: np.ndarray | None = None
+    """[B] or, of the tokens, [B, C] float32: set by hand, in place of those that follow from the
+    rewards (`run.batch_by_hand`)."""
 
 
 class RewardFunctions:
@@ -84,6 +98,7 @@ class RewardFunctions:
         self.sources = tuple(find(text, given or {}) for text in config.functions)
         self.names = names_of(self.sources)
         self._weights = dict(zip(self.names, config.weights_of_functions, strict=True))
+        self._reported: set[str] = set()
         workers = config.workers or min(max((os.cpu_count() or 1) // 2, 1), MOST_WORKERS)
         self.pool = RewardPool(
             self.sources,
@@ -217,7 +232,8 @@ class RewardFunctions:
             weights[ENVIRONMENT] = self.environment.weight
         weights = {name: weight for name, weight in weights.items() if weight != 0}
         used = {name: values[name] for name in weights}
-        task = total = combine_rewards(used, weights, rollout.group_ids, failed)
+        drop = config.missing == "drop"
+        task = total = combine_rewards(used, weights, rollout.group_ids, failed, drop=drop)
         if config.overlong_buffer:
             lengths = np.array([len(c.tokens) for c in rollout.completions])
             penalty = soft_overlong(lengths, self.max_new_tokens, config.overlong_buffer)
@@ -225,13 +241,23 @@ class RewardFunctions:
             total = task + config.overlong_penalty * values[OVERLONG]
         metrics = reward_stats(total[:n], {name: v[:n] for name, v in values.items()})
         metrics["time/reward_s"] = max((one.seconds for one in scores.values()), default=0.0)
-        notes = []
+        unrewarded, notes = np.isnan(task[:n]), list[str]()
         for name, one in scores.items():
             late = sum(failure.kind == "timeout" for failure in one.failures.values())
             none = {i for i, value in enumerate(one.values) if value is None}
             metrics[f"reward/{name}/timeouts"] = float(late)
             metrics[f"reward/{name}/failures"] = float(len(one.failures) - late)
-            metrics[f"reward/{name}/unjudged"] = float(len(none - one.failures.keys()))
+            unjudged = len(none - one.failures.keys())
+            metrics[f"reward/{name}/unjudged"] = float(unjudged)
+            many = name in weights and unjudged > MANY_MISSING * n and not unrewarded.all()
+            if many and name not in self._reported:
+                self._reported.add(name)
+                notes.append(
+                    f"rewards: {name} returned None for {unjudged} of {n} completions"
+                    f" ({unjudged / n:.0%}): {MISSING_MEANS[config.missing]}"
+                    f" (reward.missing={config.missing}); reward/{name}/missing has the share of"
+                    " each step"
+                )
             if one.failures:
                 first = next(iter(one.failures.values()))
                 notes.append(
@@ -244,7 +270,14 @@ class RewardFunctions:
                     f" longer than reward.timeout={config.timeout:g} s; those without an answer"
                     " were judged again"
                 )
-        if n and np.isnan(total[:n]).all():
+        lost = unrewarded & ~np.any([failed[name][:n] for name in weights], axis=0)
+        if lost.any() and not unrewarded.all() and "" not in self._reported:
+            self._reported.add("")
+            notes.append(
+                f"rewards: {lost.sum()} of {n} completions have no reward, since functions returned"
+                " None: nothing is learned from them; reward/none has their number in each step"
+            )
+        if n and unrewarded.all():
             lacking = ", ".join(f"{name}: {np.isnan(v[:n]).sum()}" for name, v in used.items())
             notes.append(
                 f"rewards: none of the {n} completions has a reward, so nothing is learned from"
@@ -258,7 +291,7 @@ class RewardFunctions:
             )
         said = [[s.messages.get(i, "") for s in scores.values()] for i in range(n)]
         messages = tuple("\n".join(filter(None, lines)) for lines in said)
-        return RewardReport(total, task, values, metrics, tuple(notes), messages)
+        return RewardReport(total, task, values, metrics, tuple(notes), messages, weights)
 
     def close(self) -> None:
         self.pool.close()
@@ -305,7 +338,7 @@ def _padded(values: Sequence[float | None] | np.ndarray, rows: int) -> np.ndarra
 
 def reward_stats(total: np.ndarray, values: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Computes `reward/none`, `reward/mean` and `reward/std` of completions, and each reward's own
-    mean.
+    mean and the share of completions without it.
 
     Args:
         total: [n] the weighted sums; NaN where a completion has no reward.
@@ -318,7 +351,39 @@ def reward_stats(total: np.ndarray, values: Mapping[str, np.ndarray]) -> dict[st
     for name, given in values.items():
         if not np.isnan(given).all():
             row[f"reward/{name}/mean"] = float(np.nanmean(given))
+        if len(given) and name not in PENALTIES:
+            row[f"reward/{name}/missing"] = float(np.isnan(given).mean())
     return row
+
+
+def with_rewards(
+    config: RewardConfig,
+    report: RewardReport,
+    changed: Mapping[str, np.ndarray],
+    group_ids: np.ndarray,
+) -> RewardReport:
+    """Returns the report with other rewards: sums and metrics follow from them. Prompts of which no
+    reward changes keep their sums.
+
+    Args:
+        changed: name -> [B] float64, NaN where a completion has none of it.
+    """
+    values = {**report.per_reward, **changed}
+    used = {name: values[name] for name in report.weights}
+    drop = config.missing == "drop"
+    combined = combine_rewards(used, report.weights, group_ids, {}, drop=drop)
+    same = [
+        np.equal(values[n], x) | (np.isnan(values[n]) & np.isnan(x))
+        for n, x in report.per_reward.items()
+    ]
+    touched = np.isin(group_ids, group_ids[~np.all(same, axis=0)])
+    task = np.where(touched, combined, report.task)
+    total = task + config.overlong_penalty * values[OVERLONG] if OVERLONG in values else task
+    total = np.where(touched, total, report.rewards)
+    n = int((group_ids >= 0).sum())
+    stats = reward_stats(total[:n], {name: v[:n] for name, v in values.items()})
+    metrics = {**report.metrics, **stats}
+    return replace(report, rewards=total, task=task, per_reward=values, metrics=metrics)
 
 
 Rewards = Sequence[float | None] | np.ndarray
@@ -341,19 +406,23 @@ def combine_rewards(
     weights: Mapping[str, float],
     group_ids: Int[np.ndarray, " B"],
     failed: Mapping[str, Bool[np.ndarray, " B"]],
+    *,
+    drop: bool = False,
 ) -> Float[np.ndarray, " B"]:
     """Computes the weighted sum of several rewards; NaN where a sample has none.
 
-    A reward that a whole group lacks does not apply to its prompt and is left out there. A reward
-    that only some of a group's samples lack leaves those samples without any: its absence would
-    otherwise count as 0 against samples that have it. So does a failure, even if the whole group
-    failed: nobody knows whether the reward applies, and the other rewards do not stand in for it.
+    A reward that is missing adds nothing: its weight is 0 for that sample, as with the `nansum` of
+    TRL. A reward that is missing because its function failed leaves the sample without any: it is
+    unknown whether the reward applies, and the others do not stand in for it.
 
     Args:
         rewards: name -> one reward for each sample.
         weights: name -> weight, for the same names.
         failed: name -> True where a reward is missing because its function failed (exception,
             timeout); names left out never failed.
+        drop: a reward that only some samples of a group lack leaves those without any, since
+            nothing would be compared with what the others of the group have for it. One that the
+            whole group lacks does not apply to its prompt and adds nothing.
     """
     ids = np.asarray(group_ids)
     _, group = np.unique(ids, return_inverse=True)
@@ -363,8 +432,8 @@ def combine_rewards(
         scored = ~np.isnan(values)
         applies = (np.bincount(group, scored) > 0)[group]
         total += weights[name] * np.where(scored, values, 0)
-        parts += applies
-        missing |= applies & ~scored | failed.get(name, False)
+        parts += scored
+        missing |= drop & applies & ~scored | failed.get(name, False)
     return np.where(missing | (parts == 0) | (ids < 0), np.nan, total)
 
 

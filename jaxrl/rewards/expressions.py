@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import re
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -89,8 +90,6 @@ def _equal(gold: Any, found: Any) -> bool:
     if isinstance(found, answers.Number):
         gold, found = found, gold
     if isinstance(gold, answers.Number):
-        if gold.scale:
-            return False
         if _is_constant(found):
             return _is_value(found, gold)
         return any(_equal_expressions(value, found) for value in _values(gold))
@@ -103,23 +102,17 @@ def _equal_expressions(gold: Any, found: Any) -> bool:
         isinstance(one, sympy.FiniteSet) for one in (gold, found)
     ):
         return False
-    if _is_relation(found) and not _is_relation(gold):
-        if isinstance(gold, sympy.Set):
-            return bool(verify([gold], [found], timeout_seconds=None, allow_set_relation_comp=True))
-        value = _assigned(found)
-        return value is not None and _equal(gold, value)
-    if _is_relation(gold) and not _is_relation(found) and not isinstance(found, sympy.Set):
-        value = _assigned(gold)
-        return value is not None and _equal(value, found)
+    if _is_relation(found) and isinstance(gold, sympy.Set):
+        return bool(verify([gold], [found], timeout_seconds=None, allow_set_relation_comp=True))
+    for relation, other in ((found, gold), (gold, found)):
+        if _is_relation(relation) and not (_is_relation(other) or isinstance(other, sympy.Set)):
+            value = _assigned(relation)
+            return value is not None and _equal(other, value)
     if _is_inequality(gold) and _is_inequality(found):
-        if verify([gold], [found], timeout_seconds=None):
-            return True
-        if len(gold.free_symbols) != 1 or gold.free_symbols != found.free_symbols:
-            return False
-        try:
-            return bool(gold.as_set() == found.as_set())
-        except Exception:  # not every inequality is solved
-            return False
+        same = bool(verify([gold], [found], timeout_seconds=None))
+        with suppress(Exception):  # not every inequality is solved
+            same |= gold.free_symbols == found.free_symbols and gold.as_set() == found.as_set()
+        return same
     if _is_constant(gold) and _is_constant(found):
         return _same_value(gold, found)
     if any(_is_constant(x) and _bits(x) > EXACT_BITS for x in (gold, found)):

@@ -12,7 +12,6 @@ feedback. What a completion gets must not depend on the others in its list.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 import re
@@ -77,7 +76,7 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSo
 
 def load(sources: Sequence[ItemSource], first: bool, ready: Callable[[object], None]) -> Answerer:
     """Loads reward functions in a process of their own (`process.user_process.main`). The content
-    of a call is the index of a function, and items."""
+    of a call is the index of a function, and items: of one that is no `batch` a single one."""
     functions = [Function(source) for source in sources]
     ready([asdict(function.signature) for function in functions])
 
@@ -133,44 +132,35 @@ class Function:
         )
 
     async def run(self, items: Sequence[Item], call: Call) -> None:
-        """Judges all items and says what it found of each, or of several at once. Raises UserError
-        where a function returned what is no reward."""
+        """Judges items together, or a single one, and says what it found.
 
-        async def judge(indices: Sequence[int]) -> None:
-            part = [items[i] for i in indices]
-            try:
-                if self.signature.kind == "each":
-                    result: Any = [await call.run(self._call, part[0])]
-                else:
-                    result = await call.run(self._call, **self._arguments(part))
-                call.say({"items": indices, **self._found(result, len(indices))})
-            except CodeFailed as failed:
-                failure: tuple[str, str] = (failed.kind, str(failed))
-                if isinstance(failed.error, UserError):
-                    failure = ("user", str(failed.error))
-                elif isinstance(failed.error, _MISREAD) and self.signature.kind != "each":
-                    chats = {item.conversational for item in part}
-                    form = "(`prompts` and `completions` were text, as the prompts are)"
-                    if True in chats:
-                        which = " of some rows" if False in chats else ""
-                        form = (
-                            f"(`prompts` and `completions`{which} were lists of messages, as the"
-                            f" prompts are; `{TEXTS}` has the completions as text)"
-                        )
-                    failure = (failed.kind, f"{failed}\n{form}")
-                call.say({"items": indices, "failure": failure})
-            except TooLong as error:
-                text = f"{self.source.text} returned {error}: let its messages be shorter"
-                call.say({"items": indices, "failure": ("exception", text)})
-
-        numbers = list(range(len(items)))
-        if self.signature.kind == "batch":
-            await judge(numbers)
-        elif self.signature.kind == "each":
-            for index in numbers:
-                await judge([index])
-        else:
-            await asyncio.gather(*(judge([index]) for index in numbers))
+        Raises:
+            CodeFailed: the function has no answer.
+            UserError: it returned what is no reward.
+        """
+        try:
+            if self.signature.kind == "each":
+                result: Any = [await call.run(self._call, items[0])]
+            else:
+                result = await call.run(self._call, **self._arguments(items))
+            call.say(self._found(result, len(items)))
+        except CodeFailed as failed:
+            if isinstance(failed.error, UserError):
+                raise CodeFailed("user", str(failed.error)) from None
+            if not isinstance(failed.error, _MISREAD) or self.signature.kind == "each":
+                raise
+            chats = {item.conversational for item in items}
+            form = "(`prompts` and `completions` were text, as the prompts are)"
+            if True in chats:
+                which = " of some rows" if False in chats else ""
+                form = (
+                    f"(`prompts` and `completions`{which} were lists of messages, as the prompts"
+                    f" are; `{TEXTS}` has the completions as text)"
+                )
+            raise CodeFailed(failed.kind, f"{failed}\n{form}") from None
+        except TooLong as error:
+            text = f"{self.source.text} returned {error}: let its messages be shorter"
+            raise CodeFailed("exception", text) from None
 
     def _arguments(self, items: Sequence[Item]) -> dict[str, list[object]]:
         """Returns keyword arguments; a column that a row lacks is None there."""

@@ -1,8 +1,8 @@
 """Reward functions in processes that can be killed.
 
-A process judges one call's items at a time. Answers that it gave before it was lost remain; the
-item that it was working on gets no score, and where that may be any of several, each is judged
-again by itself.
+A process judges a share of the items, one call for each or, where the function takes several, one
+for all. The item that it was working on when it was lost gets no score; where that may be any of
+several, each is judged again by itself.
 """
 
 from __future__ import annotations
@@ -13,27 +13,25 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 from pydantic import FiniteFloat, TypeAdapter
 
-from jaxrl.errors import RunError
+from jaxrl.errors import StopTraining
 from jaxrl.process.plugin import CodeSource
 from jaxrl.process.user_code import (
     CommonAnswer,
-    FailedAnswer,
     Failure,
-    Lost,
     PoolLimits,
     ProcessAnswer,
     ReadyAnswer,
     UserCodePool,
-    UserProcess,
+    too_many_failures,
 )
 
 SERVICE = "jaxrl.rewards.functions"
-CALL_ITEMS = 16
-"""Items of one call at most; an async function gets all of a process's share at once."""
+SHARE_ITEMS = 16
+"""Items that a process gets at once at most; those of an async function are shared out evenly."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +74,12 @@ class Signature:
 
 
 class _Judged(ProcessAnswer):
-    items: list[int]
     values: list[FiniteFloat | None]
     messages: list[str] = []
 
 
-class _Failed(FailedAnswer):
-    items: list[int]
-
-
 ANSWER: TypeAdapter[ProcessAnswer] = TypeAdapter(
-    _Judged | _Failed | CommonAnswer | ReadyAnswer[tuple[Signature, ...]]
+    _Judged | CommonAnswer | ReadyAnswer[tuple[Signature, ...]]
 )
 
 
@@ -110,7 +103,9 @@ class Scores:
 
 class RewardPool(UserCodePool[tuple[Signature, ...]]):
     """Some processes that have loaded the same reward functions. Its facts are what each of these
-    asks for."""
+    asks for; a share of the items is a session."""
+
+    most_sessions = 1
 
     def __init__(self, sources: Sequence[ItemSource], **limits: Unpack[PoolLimits]) -> None:
         """Starts the processes and does not wait for them.
@@ -121,20 +116,16 @@ class RewardPool(UserCodePool[tuple[Signature, ...]]):
                 while there are answers to some.
         """
         self.sources = tuple(sources)
-        self._idle: asyncio.Queue[UserProcess] = asyncio.Queue()
         names = ", ".join(source.text for source in self.sources)
         super().__init__("reward", SERVICE, self.sources, names, ANSWER, **limits)
         if not self.sources:
             self._facts.set_result(())
 
-    async def offer(self, process: UserProcess) -> None:
-        process.alone = True
-        self._idle.put_nowait(process)
-
     def judge(
         self, function: int, items: Sequence[Item], limit: float = math.inf
     ) -> Future[Scores]:
-        """Submits items to a function; returns at once.
+        """Submits items to a function; returns at once. The future raises StopTraining where a
+        function of the pool does: none of these items is then judged.
 
         Args:
             limit: number of failures beyond which the future raises RunError with the first one.
@@ -143,88 +134,66 @@ class RewardPool(UserCodePool[tuple[Signature, ...]]):
 
     async def _judge(self, function: int, items: Sequence[Item], limit: float) -> Scores:
         started, source = time.monotonic(), self.sources[function]
-        scores, calls = Scores([None] * len(items), {}), asyncio.TaskGroup()
+        scores, tasks = Scores([None] * len(items), {}), asyncio.TaskGroup()
         if not self._facts.done():
             await asyncio.shield(asyncio.wrap_future(self._facts))
         kind = self._facts.result()[function].kind
 
         def fail(index: int, failure: Failure) -> None:
-            failures = scores.failures
-            failures[index] = failure
-            if len(failures) <= limit:
-                return
-            late = sum(failure.kind == "timeout" for failure in failures.values())
-            first = next(iter(failures.values()))
-            raise RunError(
-                f"reward.functions: {source.text} failed on {len(failures)} of {len(items)}"
-                f" completions ({late} timeouts, {len(failures) - late} exceptions or ended"
-                " processes), more than reward.max_failures allows; the first,"
-                f" {first.kind}:\n{first.text}"
-            )
+            scores.failures[index] = failure
+            if len(scores.failures) > limit:
+                who, of = f"reward.functions: {source.text}", f"{len(items)} completions"
+                raise too_many_failures(scores.failures.values(), who, of, "reward.max_failures")
 
-        async def judge(indices: Sequence[int]) -> None:
-            """Lets a process judge some of the items; creates calls for those to judge again."""
-            process, left, again = await self._idle.get(), list(indices), list[list[int]]()
-            late = dict[int, Failure]()
+        def share_out(indices: Sequence[int], size: int) -> None:
+            for start in range(0, len(indices), size):
+                tasks.create_task(judge(indices[start : start + size]))
 
-            def take(answer: Any) -> bool | None:
-                if not isinstance(answer, _Judged | _Failed) or not answer.items:
-                    return None
-                judged = [indices[k] for k in answer.items if 0 <= k < len(indices)]
-                each_once = len(set(judged)) == len(answer.items) and set(judged) <= set(left)
-                if not each_once or (
-                    isinstance(answer, _Judged)
-                    and {len(answer.values), len(answer.messages or judged)} != {len(judged)}
-                ):
-                    return None
-                left[:] = [i for i in left if i not in judged]
-                if isinstance(answer, _Judged):
-                    messages = answer.messages or [""] * len(judged)
-                    for i, value, message in zip(judged, answer.values, messages, strict=True):
-                        scores.values[i], scores.messages[i] = value, message
-                elif len(judged) > 1:
-                    again.extend([i] for i in judged)
-                elif answer.failure[0] == "timeout":
-                    late[judged[0]] = Failure(*answer.failure)
-                else:
-                    fail(judged[0], Failure(*answer.failure))
-                return not left
-
+        async def judge(share: Sequence[int]) -> None:
+            """Lets a process judge some of the items, and again those that were only late."""
+            late, parts = dict[int, Failure](), [share] if kind == "batch" else [[i] for i in share]
+            await self.hold(session := object())
             try:
-                call = process.send((function, [items[i] for i in indices]), take)
-                await call.done
-                process.calls.clear()
-            except Lost as lost:
-                if not lost.guilty:  # an earlier call has broken it
-                    again.append(left)
-                elif len(left) == 1 or kind == "each":
-                    fail(left[0], Failure(lost.kind, str(lost)))
-                    again += [left[1:]] if left[1:] else []
-                else:
-                    scores.slow_calls += lost.kind == "timeout"
-                    again += [[i] for i in left]
-            except BaseException:  # it may still be at work
-                if not process.killed:
-                    self.discard(process)
-                raise
+                for task in [tasks.create_task(ask(session, part, late)) for part in parts]:
+                    await task
             finally:
-                if not process.killed:
-                    self._idle.put_nowait(process)
-            if len(late) < len(indices):  # these may have waited for the others
-                again += [list(late)] if late else []
-                scores.slow_calls += bool(late)
-            else:
-                for index, failure in late.items():
-                    fail(index, failure)
-            for some in again:
-                calls.create_task(judge(some))
+                self.leave(session)
+            if 0 < len(late) < len(share):  # these may have waited for the others
+                scores.slow_calls += 1
+                share_out(list(late), len(late))
+                return
+            for index, failure in late.items():
+                fail(index, failure)
 
-        size = math.ceil(len(items) / max(self._workers, 1))
-        size = max(size if kind == "async" else min(size, CALL_ITEMS), 1)
+        async def ask(session: object, part: Sequence[int], late: dict[int, Failure]) -> None:
+            try:
+                answer = await self.call(
+                    session,
+                    lambda _: (function, [items[i] for i in part]),
+                    lambda a: (
+                        isinstance(a, _Judged)
+                        and len(a.values) == len(part)
+                        and len(a.messages) in (0, len(part))
+                    ),
+                )
+            except StopTraining as stop:
+                raise stop.from_code(f"reward.functions: {source.text}") from None
+            if not isinstance(answer, Failure):
+                messages = answer.messages or [""] * len(part)
+                for i, value, message in zip(part, answer.values, messages, strict=True):
+                    scores.values[i], scores.messages[i] = value, message
+            elif len(part) > 1:
+                scores.slow_calls += answer.kind == "timeout"
+                share_out(part, 1)
+            elif answer.kind == "timeout" and not answer.killed:
+                late[part[0]] = answer
+            else:
+                fail(part[0], answer)
+
+        size = max(math.ceil(len(items) / max(self._workers, 1)), 1)
         try:
-            async with calls:
-                for start in range(0, len(items), size):
-                    calls.create_task(judge(range(start, min(start + size, len(items)))))
+            async with tasks:
+                share_out(range(len(items)), size if kind == "async" else min(size, SHARE_ITEMS))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         late = [i for i, failure in scores.failures.items() if failure.kind == "timeout"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from jaxrl.algorithms.methods import method_of
+from jaxrl.algorithms.methods import inspect_tokens, method_of
 from jaxrl.algorithms.signals import add_teacher_weights
 from jaxrl.checkpoint.store import ACTOR
 from jaxrl.checkpoint.writer import Saving, load_arrays, save_arrays
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
-from jaxrl.errors import RunError
+from jaxrl.errors import RunError, StopTraining
 from jaxrl.formats import peft
 from jaxrl.formats.hf import TokenizerFiles, save_hf
 from jaxrl.formats.weights import leaves_by_path
@@ -30,7 +30,7 @@ from jaxrl.losses.token_spans import span_baseline
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import GPU
 from jaxrl.models.lora import frozen_and_trained, join_adapters
-from jaxrl.models.packing import held_tokens, room_of, row_devices
+from jaxrl.models.packing import capacity_of, count_tokens, row_devices
 from jaxrl.models.parameters import Layout, Params, head_sharding
 from jaxrl.roles.declared import Program, Remedy, Resident, local_bytes
 from jaxrl.roles.microbatch import (
@@ -51,7 +51,7 @@ from jaxrl.roles.update import (
     abstract_moments,
     first_rows_program,
 )
-from jaxrl.runtime.worker import phase
+from jaxrl.runtime.worker import ask_to_stop, phase
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import abstract_mesh, is_primary
@@ -63,6 +63,7 @@ from jaxrl.types import (
     RoleScores,
     Rollout,
     Sequences,
+    TokenValues,
     TrainBatch,
     Trained,
     Tree,
@@ -75,8 +76,6 @@ SENT_TO_TEACHER = "weights on their way to the teacher"
 """The same for `publish_to_teacher`."""
 PUBLISHED = ("actor.publish", "actor.publish_to_teacher")
 """Stages in which the actor makes the weights of other roles."""
-UPDATE, STEP, TO_TEACHER = "update", "optimizer step", "publish to the teacher"
-"""Phases of the plan."""
 
 
 @dataclass(frozen=True)
@@ -180,28 +179,13 @@ class Actor:
             step: number of the batch, from 0.
 
         Returns:
-            Metrics of the batch, and those of each row as of the first pass over it.
+            Metrics of the batch, and those of each row in the first pass over it.
         """
         c = self.config.actor
-        if self.config.teacher_follows and self.config.distill.signal == "hidden":
-            # The teacher scored with the weights of this version, and keeps them meanwhile.
-            head = self.programs.copy_head(self._taught())
-            self._frozen = {**self._frozen, "teacher_head": head}
-            current().changed()
-        batch, prepared = self._prepare(rollout, scores)
-        if self.config.teachers and batch.teacher is not None:
-            batch, of_teachers = add_teacher_weights(self.config, rollout, batch)
-            prepared |= of_teachers
+        batch, prepared = self._make_batch(rollout, scores)
+        placed = self._place(batch)
         tokens = np.asarray(batch.sequences.mask).sum(-1)
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
-        with phase("place the batch"):
-            placed = reshard(batch, self.programs.row_sharding)
-            if isinstance(sent := placed.teacher, AlignedSignal):
-                mask = placed.sequences.loss_mask
-                fields = sent.kinds, sent.span_logprobs, placed.sampler_logprobs, mask
-                baseline = jax.device_put(span_baseline(*fields), sent.kinds.sharding)
-                placed = replace(placed, teacher=replace(sent, baseline=baseline))
-            current().put("actor.batch", placed)
         sequences = jax.tree.map(np.asarray, batch.sequences)
         minibatches = self.config.minibatches
         unit = unit_rows(rollout.group_ids, minibatches)
@@ -220,7 +204,7 @@ class Actor:
         last: dict[str, float] = {}
         skipped = empty = real = computed = planned = 0
         devices = self._devices
-        frozen = {**self._frozen, BASE: self._base} if self._base else self._frozen
+        frozen = self._frozen_arrays()
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
             parts = cut_minibatches(lengths, in_policy, unit, group, minibatches, seed)
@@ -230,9 +214,9 @@ class Actor:
                 for chosen in parts
             ]
             together = np.concatenate(cuts)
-            size = room_of(sequences, devices, together)  # one program for all
+            size = capacity_of(sequences, devices, together)  # one program for all
             all_updates = c.epochs_per_batch * len(parts)
-            real += int(held_tokens(sequences, devices, together)[0].sum())
+            real += int(count_tokens(sequences, devices, together)[0].sum())
             computed += len(together) * devices.count * size[0]
             for number, (chosen, index) in enumerate(zip(parts, cuts, strict=True), 1):
                 # Fewer minibatches than planned are spread over the places of all, the last
@@ -240,14 +224,14 @@ class Actor:
                 planned = (step * c.epochs_per_batch + epoch) * minibatches
                 planned += -(-number * minibatches // len(parts)) - 1
                 read = {**frozen, PLANNED: put(np.int32(planned), self.programs.replicated)}
-                given = (self.state, read, placed, index, group, size)
+                arguments = (self.state, read, placed, index, group, size)
                 with (
                     phase(f"update {epoch * len(parts) + number}/{all_updates}"),
-                    current().running(self.programs.update, *given),
+                    current().running(self.programs.update, *arguments),
                 ):
-                    self.state, out = self.programs.update(*given)
-                    del given
-                    sums, maxima, each, last = jax.device_get(out)
+                    self.state, out = self.programs.update(*arguments)
+                    del arguments
+                    sums, maxima, per_row, last = jax.device_get(out)
                 if last["finite"]:
                     norms.append(float(last["grad_norm"]))
                     self._skipped_in_a_row = 0
@@ -255,7 +239,7 @@ class Actor:
                     totals.setdefault(name, []).append(pair)
                 for name, value in maxima.items():
                     largest[name] = max(largest.get(name, 0.0), float(value))
-                for name, (total, count) in each.items() if epoch == 0 else ():
+                for name, (total, count) in per_row.items() if epoch == 0 else ():
                     values = by_row.setdefault(name, np.full(len(lengths), np.nan))
                     real_rows = (index >= 0) & (count > 0)
                     values[index[real_rows]] = total[real_rows] / count[real_rows].astype(float)
@@ -269,7 +253,11 @@ class Actor:
             name: (float(sum(p[0] for p in pairs)), float(sum(p[1] for p in pairs)))
             for name, pairs in totals.items()
         }
-        metrics = prepared | self._finish(added, largest)
+        try:
+            metrics = prepared | self._finish(added, largest)
+        except StopTraining as stop:  # the batch is trained: its row lacks these alone
+            ask_to_stop(stop.from_code(f"algorithm: {self.config.algorithm}"))
+            metrics = dict(prepared)
         updates = int(jax.device_get(self.state.updates))
         metrics |= {
             "actor/grad_norm": float(np.mean(norms)) if norms else float("nan"),
@@ -280,7 +268,66 @@ class Actor:
             "actor/padding": 1 - real / computed,
             "optimizer_step": float(updates),
         }
-        return Trained(metrics, by_row)
+        learned = np.asarray(batch.sequences.loss_mask).sum(-1)
+        advantages = None if batch.advantages is None else np.asarray(batch.advantages)
+        return Trained(metrics, by_row, learned, advantages)
+
+    def inspect(self, rollout: Rollout, scores: RoleScores | None) -> TokenValues:
+        """Computes what the policy, as it is now, makes of the tokens of a batch; changes nothing.
+
+        Args:
+            scores: as in `update`; None: without the divergence from a teacher.
+        """
+        sequences = replace(rollout.sequences, experts=rollout.experts)
+        batch = TrainBatch(sequences)
+        if scores is not None:
+            made, _ = self._make_batch(rollout, scores)
+            taught = made.teacher, made.sampler_logprobs
+            batch = TrainBatch(sequences, *taught, teacher_weights=made.teacher_weights)
+        placed = self._place(batch)
+        on_host = jax.tree.map(np.asarray, sequences)
+        lengths = on_host.mask.sum(-1)
+        rows = np.flatnonzero(on_host.loss_mask.any(-1))
+        index = self.programs.micro_batches(rows, lengths, on_host, 1, len(rows))
+        size = capacity_of(on_host, self._devices, index)
+        arguments = (self.state.params, self._frozen_arrays(), placed, index, 1, size)
+        inspect = self.programs.inspect
+        with phase("values of the tokens"), current().running(inspect, *arguments):
+            found = {name: to_host(x) for name, x in inspect(*arguments).items()}
+        current().drop("actor.batch")
+        return TokenValues(found["logprobs"], found["entropy"], found.get("divergence"))
+
+    def _make_batch(
+        self, rollout: Rollout, scores: RoleScores
+    ) -> tuple[TrainBatch, dict[str, float]]:
+        """Makes the batch to train on, not yet on the actor's mesh, and its metrics."""
+        if self.config.teacher_follows and self.config.distill.signal == "hidden":
+            # The teacher scored with the weights of this version, and keeps them meanwhile.
+            head = self.programs.copy_head(self._taught())
+            self._frozen = {**self._frozen, "teacher_head": head}
+            current().refresh()
+        batch, prepared = self._prepare(rollout, scores)
+        if self.config.teachers and batch.teacher is not None:
+            batch, of_teachers = add_teacher_weights(self.config, rollout, batch)
+            prepared |= of_teachers
+        return batch, prepared
+
+    def _place(self, batch: TrainBatch) -> TrainBatch:
+        """Returns the batch on the actor's mesh."""
+        with phase("place the batch"):
+            placed = reshard(batch, self.programs.row_sharding)
+            if isinstance(sent := placed.teacher, AlignedSignal):
+                mask = placed.sequences.loss_mask
+                baseline = span_baseline(
+                    sent.kinds, sent.span_logprobs, placed.sampler_logprobs, mask
+                )
+                baseline = jax.device_put(baseline, sent.kinds.sharding)
+                placed = replace(placed, teacher=replace(sent, baseline=baseline))
+            current().put("actor.batch", placed)
+        return placed
+
+    def _frozen_arrays(self) -> Frozen:
+        return {**self._frozen, BASE: self._base} if self._base else self._frozen
 
     def publish(self, version: int, dtype: str | None = None) -> Weights:
         """Converts the policy to `dtype` (None: that of the rollout) and one array per layer, and
@@ -305,14 +352,14 @@ class Actor:
         """Returns the weights that teach: the policy's, or their moving average."""
         return self.state.params if self.state.ema is None else self.state.ema
 
-    def _send(self, version: int, given: Params, to: Receiver) -> Weights:
+    def _send(self, version: int, params: Params, to: Receiver) -> Weights:
         if version != self.version:
             raise RuntimeError(f"asked for version {version}, the actor holds {self.version}")
-        own = set(map(buffer, jax.tree.leaves(given)))
+        held = set(map(buffer, jax.tree.leaves(params)))
         with phase(f"send version {version}"):
             form = jnp.dtype(to.dtype), to.layout
-            old = self.programs.differing(given, *form)
-            params = given | (self.programs.convert(old, *form) if old else {})
+            old = self.programs.differing(params, *form)
+            params = params | (self.programs.convert(old, *form) if old else {})
             current().put(to.sent, params)
             kept = leaves_by_path(params)
             if to.shardings is not None:
@@ -329,7 +376,7 @@ class Actor:
         moved = [
             leaf
             for leaf in jax.tree.leaves(params)
-            if to.shardings is None or buffer(leaf) not in own
+            if to.shardings is None or buffer(leaf) not in held
         ]
         return Weights(version, params, sum(x.nbytes for x in moved), sums)
 
@@ -405,12 +452,12 @@ class Actor:
         padded = padded_count(len(chosen), live)
         group = sequences.group
         index = self.programs.micro_batches(chosen, units, sequences, group, padded)
-        size = room_of(sequences, self._devices, index)
+        size = capacity_of(sequences, self._devices, index)
         with phase("log-probs before the batch"):
             policy = join_adapters(self._base, self.state.params)
-            given = (policy, TrainBatch(placed.sequences), index, group, size)
-            with current().running(self.programs.old, *given):
-                logprobs = jax.block_until_ready(self.programs.old(*given))
+            arguments = (policy, TrainBatch(placed.sequences), index, group, size)
+            with current().running(self.programs.old, *arguments):
+                logprobs = jax.block_until_ready(self.programs.old(*arguments))
             return replace(placed, old_logprobs=logprobs)
 
     def _skipped(self, batch: TrainBatch, rows: np.ndarray, step: int) -> None:
@@ -441,7 +488,7 @@ class Actor:
 
 def actor_residents(config: Config) -> tuple[Resident, ...]:
     """Returns the arrays that the actor keeps."""
-    update, offload = "actor.update", config.offload
+    update, inspect, offload = "actor.update", "actor.inspect", config.offload
 
     def moments(run: RunArrays) -> Tree:
         sizes = config.actor.param_dtype, config.actor.moment_dtype
@@ -458,12 +505,13 @@ def actor_residents(config: Config) -> tuple[Resident, ...]:
             "actor.params",
             "parameters",
             partial(trained, config.actor.param_dtype),
-            (update, "actor.save", *PUBLISHED, "actor.export"),
+            (update, inspect, "actor.save", *PUBLISHED, "actor.export"),
             "state.params",
             offload=offload.params,
         ),
         Resident(
-            "actor.base", "frozen base weights", base, (update,), "_base", offload=offload.params
+            *("actor.base", "frozen base weights", base, (update, inspect), "_base"),
+            offload=offload.params,
         ),
         Resident(
             "actor.optimizer",
@@ -478,7 +526,7 @@ def actor_residents(config: Config) -> tuple[Resident, ...]:
             "actor.teacher_head",
             "teacher's LM head",
             teacher_heads,
-            (update,),
+            (update, inspect),
             "_frozen",
             offload=offload.frozen,
         ),
@@ -496,6 +544,12 @@ def actor_residents(config: Config) -> tuple[Resident, ...]:
             )
         )
     return tuple(found)
+
+
+def receivers(config: Config) -> dict[str, str]:
+    """Maps each role that gets the policy's weights to the stage in which the actor makes them."""
+    follows = {"teacher": PUBLISHED[1]} if config.teacher_follows else {}
+    return {"rollout": PUBLISHED[0]} | follows
 
 
 def shared_base(config: Config, dtype: DType) -> str:
@@ -519,14 +573,38 @@ def make_programs(
     Args:
         vocab_size: tokens that the policy shares with the teachers.
     """
-    loss = method_of(config).make_loss(config, model, mesh, vocab_size)
-    return ActorPrograms(config, model, mesh, loss)
+    about = config, model, mesh, vocab_size
+    return ActorPrograms(*about[:3], method_of(config).make_loss(*about), inspect_tokens(*about))
+
+
+@dataclass(frozen=True)
+class _Learning:
+    """What the actor's programs follow from, beside the shapes of their arguments: runs of other
+    sizes declare the very same ones, which are traced once for each shape."""
+
+    keys: str
+    config: Config = field(compare=False)
+
+    @classmethod
+    def of(cls, config: Config) -> _Learning:
+        return cls(config.model_dump_json(exclude=SIZES, warnings=False), config)
+
+
+SIZES = {"batch_size", "group_size", "max_prompt_tokens", "max_new_tokens", "mesh", "rollout"}
+"""Keys that decide the shapes of a batch, or nothing of the actor."""
+
+
+@lru_cache(maxsize=64)
+def _declared_programs(
+    learning: _Learning, model: DecoderConfig, mesh: Mesh, vocab_size: int
+) -> ActorPrograms:
+    return make_programs(learning.config, model, mesh, vocab_size)
 
 
 def actor_programs(run: RunArrays) -> Iterator[Program]:
     """Yields the update, the log-probs before it, and the weights for the rollout."""
     c, m, mesh, role = run.config, run.shapes, run.meshes["actor"], "actor"
-    programs = make_programs(c, run.student, mesh, m.vocab)
+    programs = _declared_programs(_Learning.of(c), run.student, mesh, m.vocab)
     n = m.padded_rows
     sequences = run.sequences(role, n)
     if m.recorded is not None:
@@ -547,35 +625,31 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
         if m.aligned:
             frozen["outcomes"] = run.outcomes(role)
     rewarded, taught = c.learns_from_rewards, signal is not None and bool(c.teachers)
-    by_turn = c.environment.name is not None and c.environment.credit == "turn"
     batch = TrainBatch(
         sequences,
         signal,
         number,
-        advantages=(number if by_turn else run.array(*per_row)) if rewarded else None,
-        ref_logprobs=number if rewarded and c.policy.kl_coef > 0 else None,
+        advantages=(number if c.token_advantages else run.array(*per_row)) if rewarded else None,
+        ref_logprobs=number if c.loss_reads_reference else None,
         old_logprobs=number if rewarded and c.updates_per_batch > 1 else None,
         in_policy=run.array(role, bool, n) if rewarded else None,
         teacher_weights=run.array(*per_row, m.new_tokens, len(c.teachers)) if taught else None,
     )
     group = m.shared_group
     units = n // group
-    chosen, lengths = np.arange(units // c.minibatches), np.full(units, m.width)
-    index = programs.micro_batches(chosen, lengths, sequences, group, len(chosen))
-    place = run.array(role, index.dtype, *index.shape, whole=True)
+    shape = programs.micro_batch_shape(sequences, group, units // c.minibatches)
+    place = run.array(role, jnp.int32, *shape, whole=True)
     state, base = programs.abstract_state(), programs.abstract_base()
     if base:
         frozen[BASE] = base
-    own = local_bytes((state, frozen))
+    made_at_start = ("actor.optimizer", "actor.ema", "actor.teacher_head")
 
-    def one(
-        name: str, jitted: Any, *given: Any, stage: str = "actor.update", **more: Any
-    ) -> Program:
-        return Program(role, name, jitted, given, stage, beside=own - local_bytes(given), **more)
+    def one(name: str, jitted: Any, *given: Any, stage: str = "actor.update") -> Program:
+        return Program(role, name, jitted, given, stage)
 
     def at_start(name: str, jitted: Any, argument: Any) -> Program:
-        given = (argument,)
-        return Program(role, name, jitted, given, "actor.update", calls=0, otherwise="start")
+        how: Any = {"without": made_at_start, "calls": 0, "otherwise": "start"}
+        return Program(role, name, jitted, (argument,), "actor.update", **how)
 
     yield at_start("optimizer state", programs.start, state.params)
     if state.ema is not None:
@@ -597,10 +671,9 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
             counts = [min(size, len(leaf) - start) for start in range(0, len(leaf), size)]
             pieces = [run.array("teacher", leaf.dtype, k, *leaf.shape[1:]) for k in counts]
             sent.append(Rows(tuple(pieces)) if len(pieces) > 1 else pieces[0])
-        held = sum(run.teacher_bytes.values()), own
         rows = [number.sharding] * len(sent)
         stages = ("teacher.score", "actor.update")
-        yield from _moves(run, "signal", ("teacher", role), stages, sent, rows, held)
+        yield from _moves(run, "signal", ("teacher", role), stages, sent, rows)
     if isinstance(signal, AlignedSignal):
         sampled, mask = (
             run.array(role, dtype, *signal.kinds.shape) for dtype in (jnp.float32, bool)
@@ -609,35 +682,32 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
     planned = run.array(role, jnp.int32, whole=True)
     given: Any = state, frozen | {PLANNED: planned}, batch, place, group
     calls = c.actor.epochs_per_batch * c.minibatches
-    yield Program(
-        role, "update", programs.update, given, "actor.update", (UPDATE, STEP), calls=calls
-    )
+    yield Program(role, "update", programs.update, given, "actor.update", calls=calls)
     if batch.old_logprobs is not None:
         given = join_adapters(base, state.params), TrainBatch(sequences), place, group
-        beside = local_bytes((state.opt_state, state.ema, frozen, batch))
-        beside -= local_bytes((sequences, base))
+        beside = local_bytes(batch) - local_bytes(sequences)
         yield Program(
             *(role, "log-probs before", programs.old, given, "actor.update"), beside=beside
         )
 
     # The weights for other roles: conversion and transfer.
-    receivers = [("rollout", "publish", PUBLISHED[0], "convert", state.params)]
-    if c.teacher_follows:
-        average, name = state.ema or state.params, "convert for the teacher"
-        receivers.append(("teacher", TO_TEACHER, PUBLISHED[1], name, average))
-    for receiver, phase_name, stage, name, params in receivers:
+    for receiver, stage in receivers(c).items():
+        name, params = "convert", state.params
+        if receiver == "teacher":
+            name, params = "convert for the teacher", state.ema or state.params
         to, layout = jnp.dtype(c.roles[receiver].compute_dtype), m.layout(receiver)
         if differs := programs.differing(params, to, layout):
-            yield one(
-                name, programs.convert, differs, to, layout, stage=stage, phases=(phase_name,)
-            )
+            yield one(name, programs.convert, differs, to, layout, stage=stage)
         here, there = (
             jax.tree.leaves(frozen_and_trained(run.params(at, run.student, to, layout))[1])
             for at in (role, receiver)
         )
         shardings = [leaf.sharding for leaf in there]
         stages = (stage, f"{receiver}.load")
-        yield from _moves(run, "weights", (role, receiver), stages, here, shardings, (own, 0))
+        yield from _moves(run, "weights", (role, receiver), stages, here, shardings)
+
+
+_pieces = lru_cache(maxsize=64)(piece_programs)
 
 
 def _head(rows: int, width: int, dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -652,26 +722,19 @@ def _moves(
     stages: tuple[str, str],
     xs: Sequence[Any],
     targets: Sequence[NamedSharding],
-    held: tuple[int, int],
 ) -> Iterator[Program]:
     """Yields the programs by which arrays go from a role to another of the same process; of several
-    that cut, or join, the one with the largest pieces.
-
-    Args:
-        held: bytes on a device of each of the roles beside these arrays.
-    """
+    that cut, or join, the one with the largest pieces."""
     if not run.shapes.inputs.together(*roles):
         devices = [d for role in roles for d in run.meshes[role].devices.flat]
         if run.config.launcher == "ray" or len({d.process_index for d in devices}) > 1:
             return  # what one sends goes through the host
-    calls = piece_programs(xs, targets)
-    for verb, role, stage, beside in zip(("cut", "join"), roles, stages, held, strict=True):
+    calls = _pieces(tuple(xs), tuple(targets))
+    for verb, role, stage in zip(("cut", "join"), roles, stages, strict=True):
         mine = [call for call in calls if call[0].__name__ == verb]
         if mine:
             jitted, pieces = max(mine, key=lambda call: local_bytes(call[1]))
-            yield Program(
-                *(role, f"{name}: {verb}", jitted, (pieces,), stage), beside=beside, calls=len(mine)
-            )
+            yield Program(role, f"{name}: {verb}", jitted, (pieces,), stage, calls=len(mine))
 
 
 def moment_bytes(config: Config, student: DecoderConfig, axes: Axes) -> int:
@@ -683,8 +746,8 @@ def moment_bytes(config: Config, student: DecoderConfig, axes: Axes) -> int:
 def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
     """Returns the bytes of one checkpoint: parameters, optimizer state and moving average, each
     number once."""
-    each = jnp.dtype(config.actor.param_dtype).itemsize + 4 * config.keeps_ema
-    return student.n_trained * each + moment_bytes(config, student, Axes())
+    itemsize = jnp.dtype(config.actor.param_dtype).itemsize + (4 if config.keeps_ema else 0)
+    return student.n_trained * itemsize + moment_bytes(config, student, Axes())
 
 
 def checkpoint_notes(config: Config, student: DecoderConfig, here: bool) -> Iterator[str]:

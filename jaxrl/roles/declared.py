@@ -28,23 +28,20 @@ class Program:
     args: tuple[Any, ...]
     stage: str
     """Of the ledger, that it runs in (`actor.update`)."""
-    phases: tuple[str, ...] | None = None
-    """Phases of the role in the plan (`plan_inputs.Account`) that this program covers. None: the
-    one of its name, if there is one. (): the plan has no figure of its own for it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     beside: int = 0
-    """Bytes that the role holds on a device meanwhile, apart from the arguments; without those of
-    the arguments that the plan counts as the actor's."""
+    """Bytes that the role holds on a device meanwhile, apart from the arguments and from what it
+    keeps (`Resident`); as `declarations.RunPrograms` yields it, with what it keeps, and without
+    those of the arguments that the plan counts as another role's."""
+    cache: Any = ()
+    """Arrays among those, or among the arguments, that are keys and values of a cache."""
+    without: tuple[str, ...] = ()
+    """Names of residents of the role that are not there yet, or are what the program makes."""
     calls: int = 1
     """Calls in a training step; 0 if none calls it."""
     otherwise: str = "eval"
     """What calls it where no step does: `eval`, evaluations; `start`, the start of a run; `waits`,
     a sample that waits for pages of the cache."""
-
-    @property
-    def covered(self) -> tuple[str, ...]:
-        """Returns the phases of the plan that it covers."""
-        return (self.name,) if self.phases is None else self.phases
 
     def lower(self) -> Any:
         """Traces it; returns a `jax.stages.Lowered`."""

@@ -48,7 +48,7 @@ class Encoder:
                 hub.
             mesh: None for one device.
             dtype: of weights and computation.
-            batch_tokens: as of `run_batches`.
+            batch_tokens: as in `run_batches`.
 
         Raises:
             UserError: nothing there, or nothing that can be loaded.
@@ -70,7 +70,7 @@ class Encoder:
         """Computes the embeddings [N, D] float32 of length 1, in the order of the texts."""
         if not texts:
             return np.zeros((0, self.config.d_model), np.float32)
-        found = run_batches(
+        vectors = run_batches(
             self.tokens(texts),
             encode_batch,
             self.config,
@@ -81,10 +81,10 @@ class Encoder:
             longest=self.config.max_tokens,
             progress=progress,
         )
-        if (wrong := ~np.isfinite(found).all(-1)).any():
+        if (wrong := ~np.isfinite(vectors).all(-1)).any():
             what = f"the embeddings of {wrong.sum()} of {len(texts)} texts"
             raise not_finite(what, self.params, mesh=self.mesh)
-        return found
+        return vectors
 
 
 def tokenizer_of_encoder(config: EncoderConfig, folder: Path) -> Tokenizer:
@@ -122,16 +122,16 @@ class Grouper:
         """Embeds the answer of each completion: the text after its last `</think>`."""
         texts = tuple(after_thoughts(completion.whole_text) for completion in rollout.completions)
         with phase("embeds"):
-            found = self._encoder.embed([text for text in texts if text is not None], detail)
-        current().nearly_done()
-        vectors = np.zeros((len(texts), found.shape[-1]), np.float32)
-        vectors[[i for i, text in enumerate(texts) if text is not None]] = found
+            embedded = self._encoder.embed([text for text in texts if text is not None], detail)
+        current().prefetch_next()
+        vectors = np.zeros((len(texts), embedded.shape[-1]), np.float32)
+        vectors[[i for i, text in enumerate(texts) if text is not None]] = embedded
         notes, self._notes = self._notes, ()
         return Embedded(vectors, texts, notes)
 
 
 def embed(path: str | os.PathLike[str], texts: Sequence[str]) -> np.ndarray:
-    """Embeddings [N, D] float32 of length 1: their inner products are cosine similarities.
+    """Computes embeddings [N, D] float32 of length 1: their inner products are cosine similarities.
 
     Loads the weights at each call; keep an `Encoder` to embed often.
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl.models.packing import RowDevices, held_tokens, room_of
+from jaxrl.models.packing import RowDevices, capacity_of, count_tokens
 from jaxrl.sharding.axes import ROWS, row_shards
 from jaxrl.types import Array, Rollout, Sequences, TokenAlignment, TrainBatch
 
@@ -37,13 +37,13 @@ def unit_rows(group_ids: np.ndarray, minibatches: int) -> int:
     if groups == 0 or groups % minibatches or len(ids) % groups:
         return 1
     size = len(ids) // groups
-    each = ids.reshape(groups, size)
-    return size if (each == each[:, :1]).all() else 1
+    by_group = ids.reshape(groups, size)
+    return size if (by_group == by_group[:, :1]).all() else 1
 
 
 def shared_group(sequences: Sequences, group: int, budget: int | None) -> int:
     """Returns the number of consecutive rows for which a prompt is computed once: `group`, or 1 if
-    their prompts differ or sharing saves too little (`shares`).
+    their prompts differ or sharing saves too little (`saves_by_sharing`).
 
     Args:
         sequences: on the host; padding rows are the last ones.
@@ -53,19 +53,19 @@ def shared_group(sequences: Sequences, group: int, budget: int | None) -> int:
     tokens, mask = np.asarray(sequences.tokens), np.asarray(sequences.mask)
     completion = np.asarray(sequences.loss_mask).shape[1]
     prompt = tokens.shape[1] - completion
-    if not shares(group, prompt, completion, budget):
+    if not saves_by_sharing(group, prompt, completion, budget):
         return 1
     live = int(mask.any(-1).sum())
     if live % group:
         return 1
     for x in (tokens, mask):
-        each = x[:live, :prompt].reshape(live // group, group, prompt)
-        if not (each == each[:, :1]).all():
+        by_group = x[:live, :prompt].reshape(live // group, group, prompt)
+        if not (by_group == by_group[:, :1]).all():
             return 1
     return group
 
 
-def shares(group: int, prompt: int, completion: int, budget: int | None) -> bool:
+def saves_by_sharing(group: int, prompt: int, completion: int, budget: int | None) -> bool:
     """Returns whether sharing prompts of these widths saves enough, and a group fits into a
     micro-batch."""
     together = prompt + group * completion
@@ -127,18 +127,18 @@ def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) ->
     index = cuts[part]
     rows = indices[part]
     live, more = slice(int(rows[0]), int(rows[-1]) + 1), len(index) - len(rows)
-    alike = np.stack([each for each in cuts if len(each) == len(index)])  # one room, one program
-    room = room_of(whole, devices, alike)
-    given = rollout.sequences, rollout.student_topk, rollout.alignment
+    alike = np.stack([cut for cut in cuts if len(cut) == len(index)])  # one room, one program
+    capacity = capacity_of(whole, devices, alike)
     sequences, ids, alignment = jax.tree.map(
-        lambda x: np.pad(x[live], [(0, more)] + [(0, 0)] * (x.ndim - 1)) if more else x[live], given
+        lambda x: np.pad(x[live], [(0, more)] + [(0, 0)] * (x.ndim - 1)) if more else x[live],
+        (rollout.sequences, rollout.student_topk, rollout.alignment),
     )
-    sequences = replace(sequences, group=whole.group, room=room)
+    sequences = replace(sequences, group=whole.group, capacity=capacity)
     return ScoredPart(live, sequences, ids, alignment, len(rows))
 
 
-def own_parts(
-    given: ScoredPart, weights: np.ndarray, devices: RowDevices, mixed: bool
+def parts_by_teacher(
+    part: ScoredPart, weights: np.ndarray, devices: RowDevices, mixed: bool
 ) -> dict[int, ScoredPart]:
     """Maps the number of each teacher to what it computes of a part: the tokens of the rows in
     which it has a share, which are whole groups where these share a prompt.
@@ -149,17 +149,17 @@ def own_parts(
         mixed: every teacher runs, even without such a row. Otherwise those with a row do, and the
             first where nobody has one.
     """
-    sequences, shares = given.sequences, weights > 0
+    sequences, shares = part.sequences, weights > 0
     more = len(sequences.tokens) - len(shares)
 
     def only(mine: np.ndarray) -> ScoredPart:
         kept = np.pad(mine, (0, more))[:, None]
         mask, loss_mask = sequences.mask & kept, sequences.loss_mask & kept
-        own = replace(sequences, mask=mask, loss_mask=loss_mask, room=None)
-        return replace(given, sequences=replace(own, room=room_of(own, devices)))
+        masked = replace(sequences, mask=mask, loss_mask=loss_mask, capacity=None)
+        return replace(part, sequences=replace(masked, capacity=capacity_of(masked, devices)))
 
-    some = np.flatnonzero(shares.any(0)).tolist()
-    chosen = range(shares.shape[1]) if mixed else some or [0]
+    with_rows = np.flatnonzero(shares.any(0)).tolist()
+    chosen = range(shares.shape[1]) if mixed else with_rows or [0]
     return {k: only(shares[:, k]) for k in chosen}
 
 
@@ -175,20 +175,20 @@ def scored_padding(
     Args:
         weights: [B, K] shares of several teachers, each of which computes its own rows; None where
             one model computes all.
-        mixed: as of `own_parts`.
+        mixed: as in `parts_by_teacher`.
     """
     real = computed = 0
     for part in range(parts):
-        given = scored_part(rollout, part, parts, devices)
-        if given is None:
+        scored = scored_part(rollout, part, parts, devices)
+        if scored is None:
             continue
-        each = [given]
+        pieces = [scored]
         if weights is not None:
-            each = list(own_parts(given, weights[given.rows], devices, mixed).values())
-        for sequences in (own.sequences for own in each):
-            assert sequences.room is not None, "a part has one"
-            real += int(held_tokens(sequences, devices)[0].sum())
-            computed += devices.count * sequences.room[0]
+            pieces = list(parts_by_teacher(scored, weights[scored.rows], devices, mixed).values())
+        for sequences in (piece.sequences for piece in pieces):
+            assert sequences.capacity is not None, "a part has one"
+            real += int(count_tokens(sequences, devices)[0].sum())
+            computed += devices.count * sequences.capacity[0]
     return 1 - real / computed
 
 
@@ -252,6 +252,13 @@ def cut_minibatches(
     return [part[computed[part] > 0] for part in groups]
 
 
+def micro_batch_shape(size: int, shards: int, padded: int) -> tuple[int, int]:
+    """Returns how many micro-batches of at most `size` rows have room for `padded` ones, and the
+    rows of each on one of the devices that share them."""
+    n = -(-padded // size)
+    return n, -(-padded // (n * shards))
+
+
 def split_rows(
     rows: np.ndarray, lengths: np.ndarray, size: int, shards: int, padded: int | None = None
 ) -> np.ndarray:
@@ -270,13 +277,12 @@ def split_rows(
         rounded up to one.
     """
     padded = max(1, len(rows)) if padded is None else padded
-    n = -(-padded // size)
-    per_shard = -(-padded // (n * shards))
+    n, per_shard = micro_batch_shape(size, shards, padded)
     bins: list[list[int]] = [[] for _ in range(n * shards)]
     tokens = np.zeros(n * shards, np.int64)
     for row in sorted(rows.tolist(), key=lambda r: (-int(lengths[r]), r)):
-        room = [k for k, held in enumerate(bins) if len(held) < per_shard]
-        target = min(room, key=lambda k: (tokens[k], k))
+        open_bins = [k for k, held in enumerate(bins) if len(held) < per_shard]
+        target = min(open_bins, key=lambda k: (tokens[k], k))
         bins[target].append(row)
         tokens[target] += lengths[row]
     out = np.full((n * shards, per_shard), -1, np.int32)
@@ -286,7 +292,7 @@ def split_rows(
 
 
 def micro_batch(
-    batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int, room: tuple[int, int] | None
+    batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int, capacity: tuple[int, int] | None
 ) -> TrainBatch:
     """Takes some rows of a batch, inside a program; batch and result are sharded over (data, fsdp).
 
@@ -296,12 +302,12 @@ def micro_batch(
         rows: [b] int32, in any order, b a multiple of the devices that share the rows; row -1
             trains nothing, and has no token.
         group: number of consecutive rows that share a prompt.
-        room: `Sequences.room` of the result.
+        capacity: `Sequences.capacity` of the result.
     """
     ring = row_shards(mesh.shape)
     forward = [(i, (i + 1) % ring) for i in range(ring)]
 
-    def taken(batch: TrainBatch, index: jax.Array) -> TrainBatch:
+    def take_rows(batch: TrainBatch, index: jax.Array) -> TrainBatch:
         mine, held = jax.lax.axis_index(ROWS), len(batch.sequences.tokens)
         index = index.reshape(ring, -1) - mine * held
 
@@ -326,14 +332,14 @@ def micro_batch(
         micro = jax.tree.map(lambda x: _rows(x, index), batch)
     else:
         whole, split = PartitionSpec(), PartitionSpec(ROWS)
-        micro = jax.shard_map(taken, mesh=mesh, in_specs=(split, whole), out_specs=split)(
+        micro = jax.shard_map(take_rows, mesh=mesh, in_specs=(split, whole), out_specs=split)(
             batch, index
         )
     s, real = micro.sequences, (rows >= 0)[:, None]
     return replace(
         micro,
         sequences=replace(
-            s, mask=s.mask & real, loss_mask=s.loss_mask & real, group=group, room=room
+            s, mask=s.mask & real, loss_mask=s.loss_mask & real, group=group, capacity=capacity
         ),
     )
 

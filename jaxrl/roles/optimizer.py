@@ -16,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 from jaxrl.config.settings import OptimizerConfig
 from jaxrl.errors import counted
 from jaxrl.models.lora import NAMES
+from jaxrl.sharding.reshard import mix_bits
 from jaxrl.types import Array, Tree
 
 Schedule = Callable[[int | jax.Array], float | jax.Array]
@@ -50,7 +51,7 @@ def learning_rate(config: OptimizerConfig, updates: int) -> Schedule:
 
 
 def warmup_note(config: OptimizerConfig, updates: int) -> str | None:
-    """Returns a note where a run of so many updates ends before its learning rate reaches the
+    """Returns a note where a run of `updates` updates ends before its learning rate reaches the
     peak, else None."""
     if updates > config.warmup_steps or config.learning_rate == 0:
         return None
@@ -93,8 +94,8 @@ def make_optimizer(
         # learning rate.
         "adafactor": lambda: optax.chain(
             optax.chain(
-                factored_by_matrix(),
-                optax.stateless(_clipped_by_matrix),
+                scale_by_factored_matrix(),
+                optax.stateless(_clip_by_matrix),
                 *(
                     [optax.add_decayed_weights(c.weight_decay, decay_mask)]
                     if c.weight_decay
@@ -108,7 +109,7 @@ def make_optimizer(
             {
                 "muon": optax.chain(
                     muon_by_layer(average, c.eps),
-                    optax.stateless_with_tree_map(_scaled_by_shape),
+                    optax.stateless_with_tree_map(_scale_by_shape),
                     optax.add_decayed_weights(c.weight_decay),
                     optax.scale_by_learning_rate(rate),
                 ),
@@ -120,7 +121,7 @@ def make_optimizer(
         ),
     }
     clip = [] if c.clip_norm is None else [optax.clip_by_global_norm(c.clip_norm)]
-    return in_float32(optax.chain(*clip, makers[c.name]()), moment_dtype)
+    return keep_in_float32(optax.chain(*clip, makers[c.name]()), moment_dtype)
 
 
 def stacked_dims(params: Tree) -> list[int]:
@@ -131,13 +132,11 @@ def stacked_dims(params: Tree) -> list[int]:
         [getattr(key, "key", "") for key in path]
         for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
     ]
-    return [
-        (path[:1] == ["layers"]) * (("experts" in path) + (not isinstance(layers, list)))
-        for path in paths
-    ]
+    by_layer = 0 if isinstance(layers, list) else 1
+    return [by_layer + ("experts" in path) if path[:1] == ["layers"] else 0 for path in paths]
 
 
-def factored_by_matrix() -> optax.GradientTransformation:
+def scale_by_factored_matrix() -> optax.GradientTransformation:
     """Returns optax's `scale_by_factored_rms`, each matrix by itself. Its state is as optax has it
     of arrays whose two largest dims are those of their matrices."""
     inner = optax.scale_by_factored_rms()
@@ -150,7 +149,7 @@ def factored_by_matrix() -> optax.GradientTransformation:
         row = 0 if factored else None
         return optax.FactoredState(None, row, row, None if factored else 0)
 
-    def assembled(count: Array, tree: Any, states: list[optax.FactoredState]) -> Tree:
+    def assemble(count: Array, tree: Any, states: list[optax.FactoredState]) -> Tree:
         parts = zip(*((s.v_row, s.v_col, s.v) for s in states), strict=True)
         return optax.FactoredState(count, *(jax.tree.unflatten(tree, part) for part in parts))
 
@@ -162,25 +161,25 @@ def factored_by_matrix() -> optax.GradientTransformation:
             for _ in range(dims):
                 first = jax.vmap(first, out_axes=axes_of(leaf, dims))
             states.append(first(leaf))
-        return assembled(jnp.zeros([], jnp.int32), tree, states)
+        return assemble(jnp.zeros([], jnp.int32), tree, states)
 
     def update(grads: Tree, state: optax.FactoredState, params: Tree = None) -> tuple[Tree, Tree]:
         leaves, tree = jax.tree.flatten(grads)
         parts = map(jax.tree.leaves, (params, state.v_row, state.v_col, state.v))
         moved = []
-        for grad, dims, param, *own in zip(leaves, stacked_dims(grads), *parts, strict=True):
-            one, axes = inner.update, axes_of(param, dims)
+        for grad, dims, param, *moments in zip(leaves, stacked_dims(grads), *parts, strict=True):
+            step, axes = inner.update, axes_of(param, dims)
             for _ in range(dims):
-                one = jax.vmap(one, in_axes=(0, axes, 0), out_axes=(0, axes))
-            moved.append(one(grad, optax.FactoredState(state.count, *own), param))
+                step = jax.vmap(step, in_axes=(0, axes, 0), out_axes=(0, axes))
+            moved.append(step(grad, optax.FactoredState(state.count, *moments), param))
         changes, states = map(list, zip(*moved, strict=True))
         count = optax.safe_increment(state.count)
-        return jax.tree.unflatten(tree, changes), assembled(count, tree, states)
+        return jax.tree.unflatten(tree, changes), assemble(count, tree, states)
 
     return optax.GradientTransformation(init, update)
 
 
-def _clipped_by_matrix(changes: Tree, _: Tree) -> Tree:
+def _clip_by_matrix(changes: Tree, _: Tree) -> Tree:
     """Returns the changes, each matrix clipped by optax's `clip_by_block_rms` to an RMS of 1."""
     leaves, tree = jax.tree.flatten(changes)
 
@@ -189,10 +188,10 @@ def _clipped_by_matrix(changes: Tree, _: Tree) -> Tree:
 
     clipped = []
     for leaf, dims in zip(leaves, stacked_dims(changes), strict=True):
-        one = clip
+        clip_all = clip
         for _ in range(dims):
-            one = jax.vmap(one)
-        clipped.append(one(leaf))
+            clip_all = jax.vmap(clip_all)
+        clipped.append(clip_all(leaf))
     return jax.tree.unflatten(tree, clipped)
 
 
@@ -233,7 +232,7 @@ def muon_by_layer(average: DTypeLike, eps: float) -> optax.GradientTransformatio
     return optax.GradientTransformation(inner.init, update)
 
 
-def _scaled_by_shape(change: Array, _: object) -> Array:
+def _scale_by_shape(change: Array, _: object) -> Array:
     """Returns Muon's change of kernels [..., in, out] times sqrt(max(1, out / in))."""
     fan_in, fan_out = change.shape[-2:]
     return change * max(1, fan_out / fan_in) ** 0.5
@@ -246,12 +245,12 @@ def average_dtype(config: OptimizerConfig, moment_dtype: DTypeLike) -> jnp.dtype
     An average stops where its next step, (1 - decay) of the rest, is less than half a unit in its
     last place. So bfloat16 allows a decay of up to 0.92: adamw's usual one, but not muon's.
     """
-    own = {"lion": config.b2, "muon": max(MUON_DECAY, config.b1)}
-    decay, half = own.get(config.name, config.b1), float(jnp.finfo(moment_dtype).eps) / 2
+    decays = {"lion": config.b2, "muon": max(MUON_DECAY, config.b1)}
+    decay, half = decays.get(config.name, config.b1), float(jnp.finfo(moment_dtype).eps) / 2
     return jnp.dtype(moment_dtype if half <= (1 - decay) * AVERAGE_ERROR else jnp.float32)
 
 
-def in_float32(
+def keep_in_float32(
     inner: optax.GradientTransformation, dtype: DTypeLike
 ) -> optax.GradientTransformation:
     """Returns `inner` with gradients in `dtype`, and with all that it keeps computed in float32: in
@@ -301,19 +300,11 @@ def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
     first, last = jax.random.key_data(key)
     random = jnp.broadcast_to(first, x.shape)
     for axis in range(x.ndim):
-        random = _mixed(random ^ jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis))
-    random = _mixed(random ^ last)
+        random = mix_bits(random ^ jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis))
+    random = mix_bits(random ^ last)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (random >> 16)
     upper = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), upper, x).astype(jnp.bfloat16)
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """Applies the finaliser of MurmurHash3: a bijection that changes half of the bits for each
-    bit."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 def decay_mask(params: Tree) -> Tree:
@@ -342,7 +333,7 @@ def state_shardings(
 
     def place(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         """Returns the sharding of a leaf: a moment's path ends with the path of its parameter."""
-        own = next((path[i:] for i in range(len(path)) if path[i:] in shapes), None)
-        return placed[own] if own and leaf.shape == shapes[own] else everywhere
+        parameter = next((path[i:] for i in range(len(path)) if path[i:] in shapes), None)
+        return placed[parameter] if parameter and leaf.shape == shapes[parameter] else everywhere
 
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))

@@ -49,20 +49,20 @@ class Reference:
         Args:
             part, parts: which of how many slices of rows.
         """
-        given = scored_part(rollout, part, parts, self._devices)
-        if given is None:
+        scored = scored_part(rollout, part, parts, self._devices)
+        if scored is None:
             return None
-        with phase(f"rows {given.rows.start}-{given.rows.stop} of {len(rollout.group_ids)}"):
-            sequences = put(given.sequences, self._rows)
+        with phase(f"rows {scored.rows.start}-{scored.rows.stop} of {len(rollout.group_ids)}"):
+            sequences = put(scored.sequences, self._rows)
             with current().running(self._score, self.params, sequences):
                 logprobs = to_host(self._score(self.params, sequences))
-            if (wrong := broken_rows(logprobs[: given.live])).any():
+            if (wrong := broken_rows(logprobs[: scored.live])).any():
                 row = int(np.argmax(wrong))
-                what = f"the reference's log-probs of row {given.rows.start + row}"
-                tokens = given.tokens_of(row)
+                what = f"the reference's log-probs of row {scored.rows.start + row}"
+                tokens = scored.tokens_of(row)
                 raise not_finite(what, self.params, self._model, tokens, self._mesh)
-            current().nearly_done()
-            return logprobs[: given.live]
+            current().prefetch_next()
+            return logprobs[: scored.live]
 
 
 def reference_program(model: DecoderConfig, mesh: Mesh, temperature: float, chunk: int) -> Wrapped:

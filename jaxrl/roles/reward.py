@@ -9,7 +9,7 @@ may share an id.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,9 @@ from jaxrl.formats.hf import open_weights
 from jaxrl.formats.hub import find_folder, open_tensors
 from jaxrl.models import decoder
 from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
-from jaxrl.models.bert import read_json
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import Params
+from jaxrl.process.json_types import read_json
 from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport
 from jaxrl.roles.declared import Program, Resident
 from jaxrl.roles.run_shapes import RunArrays, text_batches
@@ -70,7 +70,7 @@ class RewardSource:
     def load(
         self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32
     ) -> tuple[Params, jax.Array]:
-        """Parameters (stacked) and the head [D] float32, which is whole on every device."""
+        """Loads the parameters (stacked), and the head [D] float32, whole on every device."""
         params = weights.load_params(self.tensors, self.config, mesh, dtype)
         row = self.tensors.read(HEAD, (slice(0, 1), slice(0, self.config.d_model)))
         head = np.asarray(row[0]).astype(np.float32)
@@ -193,7 +193,7 @@ class RewardScorer:
         Args:
             mesh: None for one device.
             dtype: of weights and computation; the head is applied in float32.
-            batch_tokens: as of `run_batches`.
+            batch_tokens: as in `run_batches`.
             max_tokens: longest sequence; never more than the model's positions.
         """
         self.tokenizer = tokenizer_of_reward(source)
@@ -239,7 +239,7 @@ class RewardScorer:
 
 
 def score(path: str | os.PathLike[str], texts: Sequence[str | Sequence[Message]]) -> np.ndarray:
-    """Rewards [N] float32 of texts (taken as they are) or of conversations (by the chat template).
+    """Scores texts (taken as they are) or conversations (by the chat template): [N] float32.
 
     Loads the weights at each call; keep a `RewardScorer` to score often.
 
@@ -288,8 +288,26 @@ def score_batch(
 class Reward:
     """Every reward of a batch; functions and model work side by side."""
 
-    def __init__(self, functions: RewardFunctions, model: RewardModel | None):
-        self._functions, self._model = functions, model
+    def __init__(
+        self,
+        make: Callable[[Config, Mapping[str, bytes]], RewardFunctions],
+        config: Config,
+        given: Mapping[str, bytes],
+        model: RewardModel | None,
+    ):
+        """
+        Args:
+            make: starts the processes of the functions that a config names.
+            given: functions of Python, pickled, by their entries in `reward.functions`.
+        """
+        self._make, self._model = make, model
+        self._functions = make(config, given)
+
+    def use(self, config: Config, given: Mapping[str, bytes]) -> None:
+        """Replaces the functions by those of another config."""
+        functions = self._make(config, given)
+        self._functions.close()
+        self._functions = functions
 
     def score(self, rollout: Rollout) -> RewardReport:
         futures = self._functions.submit(rollout)
@@ -311,27 +329,25 @@ class RewardModel:
 
     def __init__(self, config: Config, source: RewardSource, mesh: Mesh):
         """Loads the model; with `offload.frozen` it is on the host except during `score`."""
-        r = config.reward
-        options = r.compute_dtype, r.batch_tokens, longest_conversation(config)
+        r, longest = config.reward, longest_conversation(config)
         with phase(f"loads {source.name}"):
-            scorer = self._scorer = RewardScorer(source, mesh, *options)
+            scorer = RewardScorer(source, mesh, r.compute_dtype, r.batch_tokens, longest)
+            self._scorer = scorer
             dated(scorer.tokenizer, config.data.chat_date)
         for resident in reward_residents(config):
             resident.keep(scorer)
 
     def score(self, rollout: Rollout) -> tuple[np.ndarray, int]:
-        """Rewards [B] float32, in the model's own unit; 0 at padding rows. And how many sequences
-        were too long and lost their beginning."""
-        own = self._scorer.tokenizer
+        """Returns the rewards [B] float32, in the model's own unit, 0 at padding rows; and how many
+        sequences were too long and lost their beginning."""
+        encode = partial(encode_for_reward, self._scorer.tokenizer)
         sequences = [
-            encode_for_reward(
-                own, before_last_turn(prompt, completion), completion.whole_text, prompt.inputs
-            )
+            encode(before_last_turn(prompt, completion), completion.whole_text, prompt.inputs)
             for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
         ]
         with phase("scores"):
             scores, cut = self._scorer.score(sequences, detail)
-        current().nearly_done()
+        current().prefetch_next()
         out = np.zeros((rollout.sequences.tokens.shape[0],), np.float32)
         out[: len(scores)] = scores
         return out, cut

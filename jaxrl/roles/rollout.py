@@ -24,7 +24,7 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import frozen_and_trained, join_adapters, merge_adapters
-from jaxrl.models.packing import room_of, row_devices
+from jaxrl.models.packing import capacity_of, row_devices
 from jaxrl.models.parameters import Layout, Params, abstract_params, param_shardings, unstack
 from jaxrl.models.shared_prompts import PAGE
 from jaxrl.roles.actor import PUBLISHED, SENT, shared_base
@@ -33,6 +33,7 @@ from jaxrl.roles.run_shapes import RunArrays, RunShapes, common_remedies, fracti
 from jaxrl.roles.sampling_programs import abstract_cache, sampling_params, sampling_programs
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Aborted, Engine
+from jaxrl.sampling.partial_completion import RandomKey, SampleRequest
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import abstract_mesh, verify_arrays
@@ -72,15 +73,15 @@ def receive_weights(
         RuntimeError: the weights do not fit the model.
         DamagedWeights: an array has another checksum than the actor gave it.
     """
-    found, fits = (
+    forms, wanted = (
         {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves_by_path(tree).items()}
         for tree in (weights.params, expected)
     )
-    for name in {**fits, **found}:
-        if found.get(name) != fits.get(name):
+    for name in {**wanted, **forms}:
+        if forms.get(name) != wanted.get(name):
             raise RuntimeError(
                 f"version {weights.version} does not fit the model of {role}: {name} is"
-                f" {found.get(name, 'missing')}, it must be {fits.get(name, 'left out')}"
+                f" {forms.get(name, 'missing')}, it must be {wanted.get(name, 'left out')}"
             )
     free()
     again = any(isinstance(leaf, Shards) for leaf in jax.tree.leaves(weights.params))
@@ -162,7 +163,7 @@ class Sampler:
         most = max_new_tokens or config.max_new_tokens
         splits: tuple[Split, ...] = "train", "eval"
         self._sampling = {split: sampling_params(config, split, most, eos_ids) for split in splits}
-        longest = max(one.max_new_tokens for one in self._sampling.values())
+        longest = max(sampling.max_new_tokens for sampling in self._sampling.values())
         self._teacher = teacher
         self.notes: list[str] = []
         """What a user should know of the environments, or of a teacher's samples, since the last
@@ -191,7 +192,7 @@ class Sampler:
             _, self._expected = frozen_and_trained(abstract_params(model, dtype, "unstacked"))
             for resident in rollout_residents(config):
                 resident.keep(self)
-        projection = Projection.of(config, mesh, vocab_size)
+        projection = Projection.from_config(config, mesh, vocab_size)
         self._topk = topk_program(projection, self.model)
         self._merge = merge_adapters_program(model, mesh) if merges else None
 
@@ -204,7 +205,7 @@ class Sampler:
         """Replaces the weights by the next version of the policy. The old ones are freed first.
 
         Returns:
-            Metrics of the transfer, as of `receive_weights`.
+            Metrics of the transfer, as in `receive_weights`.
 
         Raises:
             RuntimeError: the version is not newer than the present one, or is of another model; or
@@ -213,13 +214,19 @@ class Sampler:
         """
         if self.version >= 0 and weights.version <= self.version:
             raise RuntimeError(f"got version {weights.version} after version {self.version}")
-        how = self._expected, self._shardings, SENT, "the role that samples"
-        arrived, taken = receive_weights(weights, *how, free=partial(setattr, self, "params", None))
+        arrived, metrics = receive_weights(
+            weights,
+            self._expected,
+            self._shardings,
+            sent=SENT,
+            role="the role that samples",
+            free=partial(setattr, self, "params", None),
+        )
         with phase(f"take version {weights.version}"):
             self._take(arrived)
         self.version = weights.version
         verify_arrays("rollout", self.params, self.mesh)
-        return taken
+        return metrics
 
     def rehearse(self, prompts: Mapping[Split, Sequence[Prompt]]) -> None:
         """Compiles what sampling these prompts calls up to the end of the first launch, by doing so
@@ -243,9 +250,9 @@ class Sampler:
         """Takes the weights that it was sent, merged into the base where they are adapters."""
         self.params = params
         if self._merge is not None:
-            given = self._base, params
-            with current().running(self._merge, *given):
-                self.params = jax.block_until_ready(self._merge(*given))
+            arguments = self._base, params
+            with current().running(self._merge, *arguments):
+                self.params = jax.block_until_ready(self._merge(*arguments))
 
     @property
     def _weights(self) -> Params:
@@ -254,8 +261,7 @@ class Sampler:
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
         """Samples `group_size` completions of each prompt and pads them to one batch. The random
-        numbers depend on the run's seed, `step`, `attempt` and the prompts' ids.
-        """
+        numbers depend on the run's seed, `step`, `attempt` and the prompts' ids."""
         return self.make_batch(*self._sample(prompts, "train", step, attempt))
 
     def completions(self, prompts: Sequence[Prompt], step: int) -> list[list[Completion]]:
@@ -275,7 +281,7 @@ class Sampler:
         rollout = replace(
             rollout,
             decode_steps=stats.decode_steps,
-            sent_back=stats.sent_back,
+            sent_back=stats.preemptions,
             waited_s=stats.waiting_seconds,
             notes=tuple(self.notes),
         )
@@ -284,10 +290,10 @@ class Sampler:
             return rollout
         with phase("top-k of the policy"):
             rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
-            room = room_of(rollout.sequences, row_devices(self.mesh))
-            given = (self._weights, put(replace(rollout.sequences, room=room), rows))
-            with current().running(self._topk, *given):
-                ids = jax.block_until_ready(self._topk(*given))
+            capacity = capacity_of(rollout.sequences, row_devices(self.mesh))
+            arguments = (self._weights, put(replace(rollout.sequences, capacity=capacity), rows))
+            with current().running(self._topk, *arguments):
+                ids = jax.block_until_ready(self._topk(*arguments))
         return replace(rollout, student_topk=to_host(ids))
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
@@ -310,9 +316,9 @@ class Sampler:
         n = self.config.group_size if training else self.config.eval.samples
         prompts = [prompt.to_sample for prompt in prompts]
         with phase(f"{len(prompts)} prompts x {n}, version {self.version}"):
-            partner = None
+            episodes = None
             if self._episodes is not None:
-                prompts, partner = self._episodes.begin(
+                prompts, episodes = self._episodes.begin(
                     prompts,
                     n=n,
                     step=step if training else self.version,
@@ -320,27 +326,29 @@ class Sampler:
                     split=split,
                     most=sampling.max_new_tokens,
                 )
-            return prompts, self.engine.generate(
-                self._weights,
-                [
+            seed = self.config.seed + (0 if training else EVAL_SEED)
+            requests = [
+                SampleRequest(
                     (self._teacher and (prompt.teacher_generation_tokens or prompt.teacher_tokens))
-                    or prompt.tokens
-                    for prompt in prompts
-                ],
-                n=n,
-                sampling=sampling,
-                seed=self.config.seed + (0 if training else EVAL_SEED),
-                step=step,
-                attempt=attempt,
-                prompt_ids=[prompt.id for prompt in prompts],
-                record_experts=(
-                    training and self.config.policy.router_replay and not self._teacher
-                ),
-                partner=partner,
-                turn_tokens=self.config.environment.turn_tokens,
+                    or prompt.tokens,
+                    sampling,
+                    RandomKey(seed, step, attempt, prompt.id, sample),
+                    sampling.max_new_tokens,
+                    turn_tokens=self.config.environment.turn_tokens,
+                    environment=None if episodes is None else episodes.episode(index, sample),
+                )
+                for index, prompt in enumerate(prompts)
+                for sample in range(n)
+            ]
+            replayed = training and self.config.policy.router_replay and not self._teacher
+            done = self.engine.generate(
+                self._weights,
+                requests,
+                record_experts=replayed,
                 abort=abort,
                 on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),
             )
+            return prompts, [done[i * n : (i + 1) * n] for i in range(len(prompts))]
 
 
 def merge_adapters_program(model: DecoderConfig, mesh: Mesh) -> Wrapped:
@@ -353,6 +361,10 @@ def merge_adapters_program(model: DecoderConfig, mesh: Mesh) -> Wrapped:
         return merge_adapters(join_adapters(unstack(base), adapters), scale)
 
     return jax.jit(merge, out_shardings=param_shardings(model.plain, mesh, "unstacked"))
+
+
+NEXT = "rollout.next"
+"""Name of the weights that arrive."""
 
 
 def rollout_residents(config: Config) -> tuple[Resident, ...]:
@@ -377,7 +389,7 @@ def rollout_residents(config: Config) -> tuple[Resident, ...]:
 
     return (
         Resident(
-            *("rollout.next", "next version", arriving, ("rollout.load",)),
+            *(NEXT, "next version", arriving, ("rollout.load",)),
             column="activations",
             passing=True,
         ),
@@ -407,21 +419,17 @@ def rollout_residents(config: Config) -> tuple[Resident, ...]:
 def rollout_programs(run: RunArrays) -> Iterator[Program]:
     """Yields sampling, the merge of adapters before it, and what reads the finished batch."""
     c, m, model, role = run.config, run.shapes, run.shapes.sampled("rollout"), "rollout"
-    merges, beside = c.rollout.merge, 0
-    under: Params = {}
-    if merges:  # nothing but the merge reads the base
+    yield from sampling_programs(run, role, model, sampled_share(c))
+    if c.rollout.merge:
         under, _ = frozen_and_trained(run.params(role, run.student, layout="stacked"))
-        beside = local_bytes(under)
-    for program in sampling_programs(run, role, model, sampled_share(c)):
-        yield replace(program, beside=program.beside + beside)
-    if merges:
         _, adapters = frozen_and_trained(run.params(role, run.student))
+        given: Any = under, adapters
         jitted = merge_adapters_program(run.student, run.meshes[role])
-        yield Program(role, "merge", jitted, (under, adapters), "rollout.load", ("weight sync",))
+        yield Program(role, "merge", jitted, given, "rollout.load", without=(NEXT,))
     if c.distill.signal == "student_topk" and m.signal is not None:
-        jitted = topk_program(Projection.of(c, run.meshes[role], m.vocab), model)
+        jitted = topk_program(Projection.from_config(c, run.meshes[role], m.vocab), model)
         given = run.params(role, model), run.sequences(role, m.padded_rows)
-        yield Program(role, "top-k of the policy", jitted, given, "rollout.generate", ("score",))
+        yield Program(role, "top-k of the policy", jitted, given, "rollout.generate")
 
 
 def rollout_notes(run: RunShapes) -> Iterator[str]:
@@ -430,18 +438,19 @@ def rollout_notes(run: RunShapes) -> Iterator[str]:
     if role not in run.axes:
         return
     if (tokens := c.rollout.cache_tokens) is not None:
-        of, axes, dtype = run.cache_sizes(role), run.axes[role], c.rollout.compute_dtype
+        axes, dtype, slots = run.axes[role], c.rollout.compute_dtype, run.sampling_slots(role)
         mesh: Any = abstract_mesh(axes)
+        pages, positions = run.paged_cache()
         paged, whole = (
             local_bytes(abstract_cache(run.student, mesh, rows * axes.rows, n, dtype)) / 1e9
-            for rows, n in (of.own, (of.sequences, of.positions))
+            for rows, n in ((pages, PAGE), (slots, positions))
         )
-        room = f"All slots have room for {of.pages // of.sequences * PAGE} tokens"
-        if of.pages < of.sequences:
-            room = f"Each page is one slot's, so no more than {of.pages} slots are used at once"
+        room = f"All slots have room for {pages // slots * PAGE} tokens"
+        if pages < slots:
+            room = f"Each page is one slot's, so no more than {pages} slots are used at once"
         yield (
-            f"sampling: rollout.cache_tokens={tokens}: a device's {of.pages} pages of {PAGE} tokens"
-            f" take {paged:.2f} GB; its {of.sequences} slots with {of.positions} tokens each would"
+            f"sampling: rollout.cache_tokens={tokens}: a device's {pages} pages of {PAGE} tokens"
+            f" take {paged:.2f} GB; its {slots} slots with {positions} tokens each would"
             f" take {whole:.2f} GB. {room}; where pages run out, the youngest sample waits"
         )
     if c.group_size > 1 and not c.only_data:
@@ -455,7 +464,7 @@ def rollout_remedies(run: RunShapes) -> Iterator[Remedy]:
     """Yields the keys that make the rollout smaller or faster."""
     c, slots, whole = run.config, run.config.slots, run.config.batch_size * run.config.group_size
     longest = max(c.max_new_tokens, c.eval.max_new_tokens or 0)
-    if c.rollout.cache_tokens is None:
+    if c.rollout.cache_tokens is None and run.why_not_paged is None:
         tokens = longest * (slots // run.axes["rollout"].rows)
         pools = [tokens // n for n in (2, 4) if tokens // n >= longest]
         yield Remedy("rollout.cache_tokens", smaller=pools)

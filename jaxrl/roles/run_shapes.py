@@ -30,14 +30,14 @@ from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import Target, Use
 from jaxrl.models.parameters import Layout, Params, abstract_params, param_shardings
-from jaxrl.models.shared_prompts import PAGE, why_not_paged
-from jaxrl.roles.declared import Remedy, local_bytes, placed
-from jaxrl.roles.microbatch import scored_group, shares
-from jaxrl.sampling.engine import ANSWER_TOKENS, prefill_batch
-from jaxrl.sampling.slots import pool_pages, rows_at_most, seats_of_row
+from jaxrl.models.shared_prompts import why_not_paged
+from jaxrl.roles.declared import Remedy, placed
+from jaxrl.roles.microbatch import saves_by_sharing, scored_group
+from jaxrl.sampling.engine import prefill_batch
+from jaxrl.sampling.slots import pool_pages
 from jaxrl.sharding.axes import ROWS, Axes, resolve_axes
 from jaxrl.sharding.placement import Placement
-from jaxrl.types import Sequences, TeacherSignal, TokenAlignment, signal_of
+from jaxrl.types import OwnSignal, Sequences, TeacherSignal, TokenAlignment, signal_of
 
 LONG = 8192
 """Tokens of sequences for which the axis `context` is considered."""
@@ -256,7 +256,7 @@ class RunShapes:
             self.signal = config.distill.signal
             combine = max if config.mixture is None else sum
             width, dtype = combine(self.teacher_widths), config.teacher.compute_dtype
-            tensors = signal_tensors(config.distill, dtype, width).values()
+            tensors = signal_tensors(config.distill, dtype, width, config.spec.signal).values()
             aligned = 3 * np.dtype(np.float32).itemsize * self.aligned
             self.signal_bytes = aligned + sum(
                 np.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in tensors
@@ -301,13 +301,11 @@ class RunShapes:
         return round_up(self.config.teacher_new_tokens, self.inputs.target.width_multiple)
 
     @property
-    def in_flight(self) -> int:
-        """Returns the bytes of a batch's signal that stay on a device of the teacher while
-        something else runs there."""
+    def signal_waits(self) -> bool:
+        """Whether a batch's signal stays on the teacher's devices while something else runs
+        there."""
         waits = self.staleness > 0 or self.inputs.together("actor", "teacher")
-        if not waits or self.on_actors_mesh("teacher"):
-            return 0
-        return self.rows("teacher", self.sequences) * self.new_tokens * self.signal_bytes
+        return waits and not self.on_actors_mesh("teacher")
 
     @property
     def recorded(self) -> jax.ShapeDtypeStruct | None:
@@ -336,7 +334,7 @@ class RunShapes:
         off_policy = c.distill.on_policy_fraction < 1 and not c.learns_from_rewards
         if c.only_data or off_policy:
             return 1
-        shared = shares(c.group_size, self.prompts(role), self.completions(role), budget)
+        shared = saves_by_sharing(c.group_size, self.prompts(role), self.completions(role), budget)
         return c.group_size if shared else 1
 
     def rows(self, role: str, sequences: int) -> int:
@@ -396,38 +394,31 @@ class RunShapes:
         slots, axes = self.config.slots, self.axes[role]
         return -(-slots // axes.size) * axes.size // axes.rows
 
-    def cache_sizes(self, role: str) -> CacheSizes:
-        """Returns the slots of the sampling engine of a role: the larger of those of training and
-        of evaluations.
+    @property
+    def why_not_paged(self) -> str | None:
+        """Returns why the rollout's cache cannot be in pages; None if it can."""
+        c, how = self.config, (self.inputs.target, self.config.rollout.compute_dtype)
+        return why_not_paged(self.student, *how, episodes=c.environment.name is not None)
+
+    def paged_cache(self) -> tuple[int, int]:
+        """Returns the pages of the rollout's pool on a device, 0 where each slot has a cache of its
+        own, and the positions of its longest completion.
 
         Raises:
             UserError: `rollout.cache_tokens`, where the cache cannot be in pages, and why.
         """
-        c, count = self.config, self.sampling_slots(role)
-        multiple = self.inputs.target.width_multiple
-        most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
+        c, tokens, most = self.config, self.config.rollout.cache_tokens, self.config.max_new_tokens
         if c.data.eval is not None:
             most = max(most, c.eval.max_new_tokens or 0)
-        episodes = role == "rollout" and c.environment.name is not None
-        tokens = c.rollout.cache_tokens if role == "rollout" else None
-        if tokens is not None:
-            target, dtype = self.inputs.target, c.rollout.compute_dtype
-            why = why_not_paged(self.student, target, dtype, episodes=episodes)
-            if why is not None:
-                raise UserError(
-                    f"rollout.cache_tokens={tokens} needs prompts apart from completions, and here"
-                    f" a cache holds both: {why}; set it to null"
-                )
-        pages = 0 if tokens is None else pool_pages(tokens, count, most)
-        whole = round_up(self.prompts(role) + most, multiple)
-        positions = round_up(most + ANSWER_TOKENS[1] * episodes, multiple)
-        ways = (
-            (rows_at_most(count, self.axes[role].rows, samples, prompts), samples)
-            for prompts, samples in asked(c, role)
-        )
-        each = [(rows, seats_of_row(count, samples)) for rows, samples in ways]
-        rows, seats = max(each, key=lambda way: way[0] * (way[1] + 1))
-        return CacheSizes(count, positions, rows, seats, pages, whole, episodes)
+        positions = round_up(most, self.inputs.target.width_multiple)
+        if tokens is None:
+            return 0, positions
+        if (why := self.why_not_paged) is not None:
+            raise UserError(
+                f"rollout.cache_tokens={tokens} needs prompts apart from completions, and here"
+                f" a cache holds both: {why}; set it to null"
+            )
+        return pool_pages(tokens, self.sampling_slots("rollout"), most), positions
 
     def scored_rows(self, role: str, parts: int) -> tuple[int, int]:
         """Returns the rows on one device of one of `parts` slices of the batch, as
@@ -460,30 +451,6 @@ RECOMPUTED = {"none": 0.0, "dots": 0.15, "full": 1.0}
 """`actor.remat`, the fastest first -> share of a forward pass that is computed again."""
 
 
-class CacheSizes(NamedTuple):
-    """The slots of a device that samples, and the prompts that they share."""
-
-    sequences: int
-    """Sampled at once, each in a slot."""
-    positions: int
-    """Of each slot's cache, or of the longest completion in a pool of pages."""
-    rows: int
-    """Shared prompts, at most."""
-    seats: int
-    """Slots that read one of them, at most."""
-    pages: int
-    """Of the pool, where there is one in place of the slots' caches."""
-    whole: int
-    """Positions of the longest sequence with its prompt."""
-    episodes: bool
-    """Of several turns, for which the cache has its full length from the start."""
-
-    @property
-    def own(self) -> tuple[int, int]:
-        """Returns rows and positions of the cache."""
-        return (self.pages, PAGE) if self.pages else (self.sequences, self.positions)
-
-
 def asked(config: Config, role: str) -> list[tuple[int, int]]:
     """Returns the prompts, and samples of each, for which a role is asked at once: those of
     training batches, where it samples any, and of evaluations, where it does so for them."""
@@ -513,12 +480,6 @@ class RunArrays:
         names = list(self.config.teachers or [""])[: len(models)]
         self.teachers = list(zip(names, models, strict=True))
         """Name and model of each."""
-        self.teacher_bytes = {
-            name: local_bytes(self.params("teacher", model))
-            for name, model in self.teachers
-            if "teacher" in self.meshes
-        }
-        """Name of each -> bytes of its weights on one device."""
 
     def array(
         self, role: str, dtype: Any, *shape: int, whole: bool = False
@@ -551,8 +512,10 @@ class RunArrays:
             # Of several teachers: the hidden states of the widest, or of all.
             combine = max if c.mixture is None else sum
             width = combine(m.teacher_widths) if m.teacher_widths else 0
-            shapes = signal_tensors(c.distill, c.teacher.compute_dtype, width)
-            return signal_of(
+            own = c.spec.signal
+            shapes = signal_tensors(c.distill, c.teacher.compute_dtype, width, own)
+            make = signal_of if own is None else OwnSignal
+            return make(
                 {
                     name: self.array(role, dtype, rows, m.new_tokens, *dims)
                     for name, (dtype, dims) in shapes.items()
@@ -588,7 +551,7 @@ class RunArrays:
         c, m, role = self.config, self.shapes, "teacher"
         _, model = teacher
         vocab = model.vocab_size if m.aligned else m.vocab
-        projection = Projection.of(c, self.meshes[role], vocab)
+        projection = Projection.from_config(c, self.meshes[role], vocab)
         ids, aligned = None, tuple[Any, ...]()
         if m.aligned:
             one = self.array(role, jnp.int32, rows, m.new_tokens)

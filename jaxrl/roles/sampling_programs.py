@@ -61,6 +61,8 @@ def sampling_programs(
     """
     c, m, teaches = run.config, run.shapes, role == "teacher"
     most = c.teacher_new_tokens if teaches else c.max_new_tokens
+    if not teaches:
+        m.paged_cache()  # raises where it cannot be
     engine = Engine(
         model,
         run.meshes[role],
@@ -146,12 +148,20 @@ def engine_programs(
         return abstract_cache(config, mesh, n, length, dtype)
 
     def program(
-        name: str, jitted: Any, *arrays: Any, calls: int, beside: Any = (), **static: Any
+        name: str,
+        jitted: Any,
+        *arrays: Any,
+        calls: int,
+        beside: Any = (),
+        within: Any = (),
+        **static: Any,
     ) -> Program:
+        """Takes the caches that exist `beside` the arguments, and those `within` them."""
         otherwise = "waits" if name.endswith("again") else "eval"
         given, stage = (config, mesh, *arrays), f"{role}.generate"
-        how = (name,), static, local_bytes(beside), calls, otherwise
-        return Program(role, name, jitted, given, stage, *how)
+        how: Any = {"kwargs": static, "calls": calls, "otherwise": otherwise}
+        how |= {"beside": local_bytes(beside), "cache": (beside, within)}
+        return Program(role, name, jitted, given, stage, **how)
 
     # The caches of prefilled prompts, of rows that slots share, and of slots or pages.
     paged, each = engine.pages is not None, engine.slots // shards
@@ -167,46 +177,54 @@ def engine_programs(
     yield program(
         "prefill", decode.prefill_prompts, *prompt, beside=held, calls=fills, record=record
     )
-    copies: Any = shared, cache(prefilled * shards, width), whole(count)
-    yield program("insert", decode.insert, *copies, beside=(params, slots), calls=fills)
+    new = cache(prefilled * shards, width)
+    copies: Any = shared, new, whole(count)
+    yield program("insert", decode.insert, *copies, beside=slots, within=(shared, new), calls=fills)
 
     # The start of the cache, and its largest layer as it grows and as slots are given up.
     layers = [entry for entry in slots if entry]
     pairs = [entry for entry in layers if not isinstance(entry, Recurrent)]
     keys, values = largest = max(pairs, key=lambda pair: pair[0].size)
-    held = params, shared
-    yield program("new cache", decode.new_cache, *size, dtype, beside=held, calls=1)
-    held = *held, [layer for layer in slots if layer is not largest]
-    lengths = sorted({engine.cache_length(n, engine.slots) for n in range(1, engine.length + 1)})
+    yield program("new cache", decode.new_cache, *size, dtype, beside=shared, calls=1)
+    held = shared, [layer for layer in slots if layer is not largest]
+    lengths, reach = list[int](), 0
+    while reach < engine.length:
+        lengths.append(reach := engine.cache_length(reach + 1, engine.slots))
     if not paged and len(lengths) > 1:
         shape = (*keys.shape[:-2], lengths[-2], keys.shape[-1])
         shorter = (jax.ShapeDtypeStruct(shape, dtype, sharding=keys.sharding),) * 2
         calls, given = len(pairs) * (len(lengths) - 1), ([shorter], size[1], None)
-        yield program("longer cache", decode.resize, *given, beside=held, calls=calls)
-    fewer = {left for n in range(1, each) if (left := engine.fewer_slots(n, each)) is not None}
+        how: Any = {"beside": held, "within": shorter, "calls": calls}
+        yield program("longer cache", decode.resize, *given, **how)
+    fewer, taken = set[int](), 1
+    while taken < each and (left := engine.fewer_slots(taken, each)) is not None:
+        fewer.add(left)
+        taken = left + 1
     if engine.pages is not None:
         fewer = {n for n in map(engine.pages_for_slots, fewer) if n < engine.pages}
     if fewer and not engine.episodes:
         name = "fewer pages" if paged else "fewer slots"
         layer: Any = [(keys, values)], size[1], rows(max(fewer) * shards)
-        calls = len(layers) * len(fewer)
-        yield program(name, decode.resize, *layer, beside=held, calls=calls)
+        how = {"beside": held, "within": largest, "calls": len(layers) * len(fewer)}
+        yield program(name, decode.resize, *layer, **how)
 
     if engine.episodes:
         answers, calls = ANSWER_ROWS * shards, -(-prompts * samples // ANSWER_ROWS)
         number = whole(answers)
         texts = SlotTokens(whole(answers, ANSWER_TOKENS[1]), number, number)
         arrays: Any = params, slots, shared, texts, number, number, number
-        yield program("answers of environments", decode.extend_slots, *arrays, calls=calls)
+        how = {"within": (slots, shared), "calls": calls}
+        yield program("answers of environments", decode.extend_slots, *arrays, **how)
     if paged:
-        new = engine.max_new_tokens
-        longest = engine.prompt_width(engine.max_prompt_tokens + new, beyond=new)
+        most = engine.max_new_tokens
+        longest = engine.prompt_width(engine.max_prompt_tokens + most, beyond=most)
         arrays, held = (params, whole(shards, longest), whole(shards)), (shared, slots)
         yield program("read again", decode.prefill_prompts, *arrays, beside=held, calls=0)
         copies = slots, shared, cache(shards, longest)
         targets = whole(shards), whole(shards), whole(shards, pages_of(longest))
         arrays = *copies, *targets
-        yield program("insert again", decode.insert_again, *arrays, beside=params, calls=0)
+        how = {"within": copies, "calls": 0}
+        yield program("insert again", decode.insert_recomputed, *arrays, **how)
 
     knobs = sampling_arrays(sampling, 0, 0)
     knobs = jax.tree.map(lambda x: array(x.shape, x.dtype, PartitionSpec()), knobs)
@@ -225,4 +243,5 @@ def engine_programs(
         n_tokens=engine.launch_tokens,
         check_every=engine.check_every,
         record=record,
+        within=(slots, shared),
     )

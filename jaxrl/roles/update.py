@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxrl.algorithms.methods import tokens_to_balance
+from jaxrl.algorithms.methods import InspectTokens, tokens_to_balance
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import OptimizerConfig
@@ -36,7 +36,7 @@ from jaxrl.models.parameters import (
     unstack,
 )
 from jaxrl.roles.declared import placed
-from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
+from jaxrl.roles.microbatch import micro_batch, micro_batch_shape, rows_of_groups, split_rows
 from jaxrl.roles.optimizer import apply_changes, make_optimizer, schedule_at, state_shardings
 from jaxrl.sharding.axes import ROWS, TOKENS, row_shards
 from jaxrl.types import Array, Frozen, Loss, Sequences, Totals, TrainBatch, Tree
@@ -46,8 +46,8 @@ BASE = "base"
 PLANNED = "planned"
 """Key, among the same, of the number of updates planned before this one (scalar int32), which the
 learning rate follows; without it, of those applied."""
-Room = tuple[int, int] | None
-"""`Sequences.room`."""
+Capacity = tuple[int, int] | None
+"""`Sequences.capacity`."""
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +68,14 @@ class TrainState:
 class ActorPrograms:
     """The programs that the actor runs on one mesh. The caller owns all arrays."""
 
-    def __init__(self, config: Config, model: DecoderConfig, mesh: Mesh, loss: Loss):
+    def __init__(
+        self,
+        config: Config,
+        model: DecoderConfig,
+        mesh: Mesh,
+        loss: Loss,
+        inspect_tokens: InspectTokens,
+    ):
         self.config, self.model, self.mesh, self._loss = config, model, mesh, loss
         c = config.actor
         self.budget = None
@@ -95,28 +102,32 @@ class ActorPrograms:
             static_argnums=(4, 5),
             out_shardings=(self.shardings, self.replicated),
         )
-        """(state, frozen arrays, batch, rows, group, room) -> (new state, (sums, maxima, each,
-        last)).
+        """(state, frozen arrays, batch, rows, group, capacity) -> (new state, (sums, maxima,
+        per_row, last)).
 
         rows [n, b] are the row numbers of n micro-batches, -1 for padding; `group` consecutive rows
-        share a prompt; `room` is `Sequences.room` of each micro-batch. With adapters, the frozen
-        base weights are the entry `BASE` of the frozen arrays.
+        share a prompt; `capacity` is that of each micro-batch. With adapters, the frozen base
+        weights are the entry `BASE` of the frozen arrays.
 
         sums: metric -> (sum, count), scalars; `loss` is among them, in nats.
         maxima: metric -> scalar.
-        each: metric -> (sum, count), each [n, b].
+        per_row: metric -> (sum, count), each [n, b].
         last: `grad_norm`, `finite` (False: the update was skipped) and `trains` (False: there was
         no token to train on, so it was skipped too)."""
 
         def old(
-            params: Params, batch: TrainBatch, rows: jax.Array, group: int, room: Room = None
+            params: Params,
+            batch: TrainBatch,
+            rows: jax.Array,
+            group: int,
+            capacity: Capacity = None,
         ) -> jax.Array:
             weights = cast(params, jnp.dtype(c.dtype))
             out = jnp.zeros(batch.sequences.loss_mask.shape, jnp.float32)
             temperature, chunk = config.sampling.temperature, config.distill.loss_chunk
 
             def body(out: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-                micro = micro_batch(batch, index, mesh, group, room).sequences
+                micro = micro_batch(batch, index, mesh, group, capacity).sequences
                 logprobs = completion_logprobs(
                     model, weights, micro, mesh, temperature=temperature, chunk=chunk
                 )
@@ -126,8 +137,33 @@ class ActorPrograms:
             return jax.lax.scan(body, out, rows)[0]
 
         self.old = jax.jit(old, static_argnums=(3, 4), out_shardings=self.row_sharding)
-        """(parameters, batch, rows, group, room) -> [B, C] float32 log-probs of the completion
-        tokens."""
+        """(parameters, batch, rows, group, capacity) -> [B, C] float32 log-probs of the
+        completion tokens."""
+
+        def inspect(
+            params: Params,
+            frozen: Frozen,
+            batch: TrainBatch,
+            rows: jax.Array,
+            group: int,
+            capacity: Capacity,
+        ) -> dict[str, jax.Array]:
+            policy = join_adapters(frozen.get(BASE, {}), params)
+            mask = batch.sequences.loss_mask
+
+            def body(_: None, index: jax.Array) -> tuple[None, dict[str, jax.Array]]:
+                micro = micro_batch(batch, index, mesh, group, capacity)
+                return None, inspect_tokens(policy, frozen, micro)
+
+            _, found = jax.lax.scan(body, None, rows)
+            at = jnp.where(rows < 0, len(mask), rows)
+            zeros = jnp.zeros(mask.shape, jnp.float32)
+            return {name: zeros.at[at].set(x, mode="drop") for name, x in found.items()}
+
+        self.inspect = jax.jit(inspect, static_argnums=(4, 5), out_shardings=self.replicated)
+        """(parameters, frozen arrays, batch, rows, group, capacity) -> the arrays of `TokenValues`
+        by name, [B, C] float32. Arguments as of `update`; no run calls it, only who works a batch
+        by hand."""
 
         def convert(params: Params, dtype: DTypeLike, layout: Layout) -> Params:
             params = cast(params, dtype)
@@ -198,11 +234,21 @@ class ActorPrograms:
             group: consecutive rows that share a prompt.
             padded: number of rows or groups to make room for, at least len(chosen).
         """
-        shards = row_shards(self.mesh.shape)
+        size, shards = self._most_rows(sequences, group, padded), row_shards(self.mesh.shape)
+        return rows_of_groups(split_rows(chosen, lengths, size, shards, padded), group)
+
+    def micro_batch_shape(self, sequences: Sequences, group: int, padded: int) -> tuple[int, int]:
+        """Returns the shape of the `micro_batches` of a minibatch."""
+        size, shards = self._most_rows(sequences, group, padded), row_shards(self.mesh.shape)
+        n, per_shard = micro_batch_shape(size, shards, padded)
+        return n, shards * per_shard * group
+
+    def _most_rows(self, sequences: Sequences, group: int, padded: int) -> int:
         completion = sequences.loss_mask.shape[1]
         width = sequences.tokens.shape[1] + (group - 1) * completion
-        size = padded if self.budget is None else max(1, self.budget // width) * shards
-        return rows_of_groups(split_rows(chosen, lengths, size, shards, padded), group)
+        if self.budget is None:
+            return padded
+        return max(1, self.budget // width) * row_shards(self.mesh.shape)
 
     def _make_update(self) -> Callable[..., Tree]:
         def micro_loss(
@@ -210,8 +256,8 @@ class ActorPrograms:
         ) -> tuple[Array, Tree]:
             policy = join_adapters(frozen.get(BASE, {}), params)
             pair, metrics, maxima = self._loss(policy, frozen, batch, totals)
-            each = {name: pair for name, pair in metrics.items() if pair[0].ndim > 0}
-            return pair[0], ({"loss": pair, **jax.tree.map(jnp.sum, metrics)}, maxima, each)
+            per_row = {name: pair for name, pair in metrics.items() if pair[0].ndim > 0}
+            return pair[0], ({"loss": pair, **jax.tree.map(jnp.sum, metrics)}, maxima, per_row)
 
         value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
 
@@ -236,7 +282,7 @@ class ActorPrograms:
             batch: TrainBatch,
             rows: jax.Array,
             group: int = 1,
-            room: Room = None,
+            capacity: Capacity = None,
         ) -> Tree:
             # What all micro-batches of this update train on.
             params, sequences, size = state.params, batch.sequences, len(batch.sequences.loss_mask)
@@ -251,9 +297,9 @@ class ActorPrograms:
                 policy_params = join_adapters(frozen.get(BASE, {}), params)
 
                 def count_experts(added: Array, index: jax.Array) -> tuple[Array, None]:
-                    micro = micro_batch(batch, index, self.mesh, group, room)
-                    given = self.config, self.model, self.mesh, policy_params, micro
-                    return added + tokens_to_balance(*given), None
+                    micro = micro_batch(batch, index, self.mesh, group, capacity)
+                    arguments = self.config, self.model, self.mesh, policy_params, micro
+                    return added + tokens_to_balance(*arguments), None
 
                 # A forward pass first: the loss of each micro-batch needs the tokens of all.
                 start = jnp.zeros(self.model.experts.count + 1)
@@ -263,24 +309,24 @@ class ActorPrograms:
             # The gradient of the loss summed over all micro-batches, the sums and maxima for
             # metrics, and the metrics of each row, [n, b].
             def accumulate(added: Params | None, index: jax.Array) -> tuple[Params, Tree]:
-                micro = micro_batch(batch, index, self.mesh, group, room)
-                (_, found), grads = value_and_grad(params, frozen, micro, totals)
+                micro = micro_batch(batch, index, self.mesh, group, capacity)
+                (_, metrics), grads = value_and_grad(params, frozen, micro, totals)
                 if added is None:
-                    return grads, found
+                    return grads, metrics
                 # Else XLA may scatter into the carried sum and take its reduction out of the loop:
                 # libtpu then fails, or keeps sums of whole parameters on each device.
                 grads = jax.lax.optimization_barrier(grads)
-                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, grads), found
+                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, grads), metrics
 
             # All micro-batches are in the loop: of a first one outside, and of a single one in a
             # loop, which XLA removes, it may keep the activations of both at once.
             if len(rows) == 1:
-                grads, (sums, maxima, each) = accumulate(None, rows[0])
-                each = jax.tree.map(lambda x: x[None], each)
+                grads, (sums, maxima, per_row) = accumulate(None, rows[0])
+                per_row = jax.tree.map(lambda x: x[None], per_row)
             else:
                 zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
                 zeros = jax.lax.with_sharding_constraint(zeros, self.shardings.params)
-                grads, (sums, maxima, each) = jax.lax.scan(accumulate, zeros, rows)
+                grads, (sums, maxima, per_row) = jax.lax.scan(accumulate, zeros, rows)
                 sums = jax.tree.map(lambda x: x.sum(0), sums)
                 maxima = jax.tree.map(lambda x: x.max(0), maxima)
             count = jnp.maximum(sums["loss"][1], 1)
@@ -296,7 +342,7 @@ class ActorPrograms:
             else:  # `cond` would copy the whole state beside the donated one; a select is in place
                 new = jax.tree.map(lambda new, old: jnp.where(ok, new, old), apply(*changed), state)
             last = {"grad_norm": norm, "finite": finite, "trains": trains}
-            return new, (sums, maxima, each, last)
+            return new, (sums, maxima, per_row, last)
 
         return update
 

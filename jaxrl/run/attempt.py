@@ -4,8 +4,8 @@ the newest checkpoint."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,86 +25,87 @@ from jaxrl.formats.opened import has_changed
 from jaxrl.models.kernels import GPU
 from jaxrl.plan import make_plan, target_plan
 from jaxrl.plan.table import Plan
+from jaxrl.process import xla_flags
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.streams import raise_file_limit, terminal_width
 from jaxrl.process.waiting import to_say
-from jaxrl.process.xla_flags import (
-    TUNED_DIR,
-    check_jax_settings,
-    exclude_nondeterministic,
-    keep_autotuning,
-    user_flag_notes,
-)
 from jaxrl.profile.waits import run_advice
 from jaxrl.roles.reward import open_reward
 from jaxrl.run.job import Job, check_job, dependencies, make_job
 from jaxrl.run.launch import devices_for, start_roles
-from jaxrl.run.loop import Calls, Loop, Resumed, evaluates
+from jaxrl.run.loop import Calls, Loop, evaluates
 from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.run.python_objects import NOTHING, PythonObjects
 from jaxrl.run.reporting import Notifier, OnStep, Run
 from jaxrl.run.run_dir import (
+    changes_of,
     check_run_dir,
     find_run,
     meshes,
     open_run_dir,
     sessions,
+    stop_of,
+    stop_text,
     with_date,
 )
 from jaxrl.runtime.worker import OutOfMemory, RunLost
 from jaxrl.sharding.mesh import accelerators_here
 from jaxrl.sharding.targets import TargetMachine
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.metrics import (
-    held_out_reward,
-)
+from jaxrl.telemetry.metrics import held_out_reward
+from jaxrl.telemetry.totals import describe_totals
 from jaxrl.telemetry.trackers import check_trackers
 from jaxrl.types import Prompt, Rollout, Row
 
-JUDGES = ("data.eval", "reward.", "grouper.")
-"""Begin the names of what a run depends on that has no part in what a batch of completions is: it
-only judges them."""
 
-
-def plan_run(config: Config, target: TargetMachine | None = None) -> Plan:
+def plan_run(config: Config, target: TargetMachine | None = None, *, room: bool = False) -> Plan:
     """Plans a run from the models' `config.json` and the devices.
 
     Args:
         config: with the commits of what is on a hub (`with_commits`).
         target: the machine to plan for; None: this one, or the cluster of `launcher`.
+        room: says further what else would fit (`make_plan`).
     """
     dated, roles = with_date(config), needed_roles(config)
-    check_jax_settings()
+    xla_flags.check_jax_settings()
     if target is not None:
-        return target_plan(dated, roles, target)
-    plan = make_plan(dated, roles, devices_for(config))
-    notes = user_flag_notes() if plan.inputs.target.platform in GPU else ()
+        return target_plan(dated, roles, target, room=room)
+    plan = make_plan(dated, roles, devices_for(config), room=room)
+    notes = xla_flags.user_flag_notes() if plan.inputs.target.platform in GPU else ()
     return replace(plan, notes=(*notes, *plan.notes))
 
 
 def checks(
     config: Config, given: PythonObjects, elsewhere: bool = False
-) -> tuple[Config, list[str], tuple[str, ...]]:
+) -> tuple[Config, list[str], tuple[str, ...], Job | None]:
     """Returns the config with the commits of what is on a hub, notes on these and on the run's
-    data, and the errors that would stop the run before it reads a weight: in data, tokenizers,
-    rewards, trackers or the run directory. Each check reports only its first error.
+    data, the errors that would stop the run before it reads a weight (in data, tokenizers, rewards,
+    trackers or the run directory; each check reports only its first error), and what is known of
+    the run, as `check_job` returns it.
 
     Args:
         elsewhere: the run is for another machine, which may have data files that are not here.
     """
     config, on_hub = with_commits(config, dry=True)
     notes, found = list(on_hub), []
+    job: Job | None = None
+
+    def check_data() -> None:
+        nonlocal job
+        said, job = check_job(config, given, elsewhere)
+        notes.extend(said)
+
     for check in (
         partial(check_trackers, config.logging),
         partial(check_run_dir, config),
-        lambda: notes.extend(check_job(config, given, elsewhere)),
+        check_data,
     ):
         try:
             check()
         except (UserError, RunError) as error:
             found.append(str(error))
-    return config, notes, tuple(found)
+    return config, notes, tuple(found), job
 
 
 def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Plan]:
@@ -113,12 +114,13 @@ def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Pl
     check_trackers(config.logging)
     run_dir, kept = check_run_dir(config), None
     if config.deterministic:
-        exclude_nondeterministic()
+        xla_flags.exclude_nondeterministic()
     enable_compile_cache(config.compile_cache)
     config, on_hub = with_commits(config)
-    job = make_job(with_date(config), given)
+    config = with_date(config)
+    job = make_job(config, given)
     if config.deterministic and accelerators_here():  # it makes files, and jax starts below
-        kept = keep_autotuning(run_dir / TUNED_DIR, "driver")
+        kept = xla_flags.keep_autotuning(run_dir / xla_flags.TUNED_DIR, "driver")
     plan = plan_run(config)
     if plan.hopeless:
         lines = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
@@ -132,7 +134,8 @@ def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Pl
             open_reward(job.config.reward.model)
         if any(source.with_weights().config != source.config for source in models):
             job, plan = make_job(plan.config, given), plan_run(plan.config)
-    return job, replace(plan, notes=(*on_hub, *plan.notes, *filter(None, [kept])))
+    notes = (*on_hub, *plan.notes, *filter(None, [kept]))
+    return job, replace(plan, notes=notes, lengths=job.lengths)
 
 
 def run_config(
@@ -142,36 +145,56 @@ def run_config(
     notes: Sequence[str] = (),
 ) -> Path:
     """Does the work of `jaxrl.train`. Returns the run directory."""
-    started, d = time.monotonic(), config.deadlines
-    patience = d.interrupt  # seconds that a run may take to end once it was asked to
+    interrupt = interrupt_of(config)
+    with interrupt.listening(), open_run(config, given, interrupt, on_step, notes) as run:
+        if not run.folder.finished(run.job.config.steps):
+            _run(run)
+        return run.folder.path
+
+
+def interrupt_of(config: Config) -> Interrupt:
+    """Returns what hears that the run is asked to end, with the seconds that it may take then."""
+    d = config.deadlines
+    patience = d.interrupt
     if patience is None:
         running = d.generate + d.evaluate if SCHEDULES[config.schedule] else 0.0
         patience = max(d.update, running) + d.checkpoint
-    interrupt = Interrupt(patience)
-    with interrupt.listening():
-        job, plan = prepare_run(config, given)
-        config = plan.config
-        with (
-            open_run_dir(config, dependencies(job)) as folder,
-            Console(config.logging, steps=config.steps, start=folder.step) as console,
-            ExitStack() as stack,
-        ):
-            notify = Notifier(console)
-            stack.enter_context(to_say(notify))
-            for note in (*notes, *folder.notes):
-                notify(note)
-            if folder.finished(config.steps):
-                notify(
-                    f"{folder.path} has all of its {config.steps} steps: nothing to do. A larger"
-                    " `steps` trains further; another `run_dir` starts a new run"
-                )
-                return folder.path
+    return Interrupt(patience)
+
+
+@contextmanager
+def open_run(
+    config: Config,
+    given: PythonObjects,
+    interrupt: Interrupt,
+    on_step: OnStep | None = None,
+    notes: Sequence[str] = (),
+) -> Iterator[Run]:
+    """Opens a run, of which no role has started: its models, data, plan and folder, which no other
+    process may use meanwhile. Tells `notes` and what is known of it."""
+    started = time.monotonic()
+    job, plan = prepare_run(config, given)
+    config = plan.config
+    with (
+        open_run_dir(config, dependencies(job)) as folder,
+        Console(config.logging, steps=config.steps, start=folder.step) as console,
+        ExitStack() as stack,
+    ):
+        notify = Notifier(console)
+        stack.enter_context(to_say(notify))
+        for note in (*notes, *folder.notes):
+            notify(note)
+        if folder.finished(config.steps):
+            notify(
+                f"{folder.path} has all of its {config.steps} steps: nothing to do. A larger"
+                " `steps` trains further; another `run_dir` starts a new run"
+            )
+        else:
             shown = plan.console_text(terminal_width()).rstrip()
             for text in (shown, f"run directory: {folder.path}", *job.data_notes()):
                 notify(text)
-            job.train.notify = notify
-            _run(Run(job, plan, folder, console, notify, interrupt, on_step, started))
-            return folder.path
+        job.train.notify = notify
+        yield Run(job, plan, folder, console, notify, interrupt, on_step, started)
 
 
 def _run(run: Run) -> None:
@@ -211,6 +234,36 @@ def _run(run: Run) -> None:
 
 def _attempt(run: Run) -> None:
     """Starts the roles, trains, exports the model, and says how it went."""
+    with start_loop(run) as (loop, generated):
+        with run.interrupt.patient():
+            trained = loop.run(run.folder.step, generated, row_is_whole(run))
+            run.close()
+        _raise_ending(run, trained)
+        end_run(run, trained)
+
+
+def end_run(run: Run, trained: int) -> None:
+    """Exports the model of a run that has all of its steps, or was ended early by code of the
+    user's, and says how it went."""
+    if run.stopped is not None and trained < run.job.config.steps:
+        run.folder.note_stop(trained, run.stopped.by, str(run.stopped))
+    if trained or run.stopped is None:
+        _export(run)
+    run.console.close()  # the result stands below the live display, and last
+    for heading, lines in reversed(run_advice(run.folder.path, run.job.config).items()):
+        run.notify("\n  ".join((f"{heading}:", *lines)))
+    for line in _summary(run):
+        run.notify(line)
+
+
+@contextmanager
+def start_loop(run: Run, by_hand: bool = False) -> Iterator[tuple[Loop, dict[int, Rollout]]]:
+    """Starts the roles. Gives the loop, which has not begun, and the batches that the checkpoint
+    has of those to train next; ends the roles.
+
+    Args:
+        by_hand: as in `Calls`; then nothing asks the loop to end either.
+    """
     job, plan, config, folder = run.job, run.plan, run.job.config, run.folder
     restore = None if folder.checkpoint is None else folder.checkpoint.path
     first = first_prompts(job, folder.step)
@@ -223,9 +276,11 @@ def _attempt(run: Run) -> None:
         stack.enter_context(run.attempt(workers))
         # Calls are drawn in the timeline, and counted where they are profiled.
         profiled = bool(run.profile.steps)
-        recorders = (run.timeline.record, *([run.profile.record] if profiled else []))
+        profile = [run.profile.record] if profiled else []
+        recorders = (run.timeline.record, run.record, *profile)
         roles = {role: workers.handle(role) for role in workers.roles}
-        calls = Calls(config, roles, run.asked_to_stop, recorders)
+        asked = (lambda: False) if by_hand else run.asked_to_stop
+        calls = Calls(config, roles, asked, recorders, by_hand)
         sources = Sources(
             config,
             job.train.batch,
@@ -237,17 +292,8 @@ def _attempt(run: Run) -> None:
             job.teacher.stored_samples(job.tokenizer),
             evaluated=("teacher",) if job.evaluates_teacher else (),
         )
-        loop = Loop(sources, calls, run, run.checkpoints, run.profile.around if profiled else None)
-        with run.interrupt.patient():
-            trained = loop.run(_resumed(run, generated, run.metrics.last))
-            run.close()
-        _raise_ending(run, trained)
-        _export(run)
-        run.console.close()  # the result stands below the live display, and last
-        for heading, lines in reversed(run_advice(folder.path).items()):
-            run.notify("\n  ".join((f"{heading}:", *lines)))
-        for line in _summary(run):
-            run.notify(line)
+        around = run.profile.around if profiled else None
+        yield Loop(sources, calls, run, run.checkpoints, around), generated
 
 
 def _raise_ending(run: Run, trained: int) -> None:
@@ -299,12 +345,11 @@ def _generated_ahead(run: Run, packing: Mapping[str, int]) -> dict[int, Rollout]
     if checkpoint is None:
         return {}
     in_flight = [index for index in checkpoint.manifest.in_flight if index < job.config.steps]
-    changed = changes(checkpoint.manifest.digests, dict(run.folder.depends))
-    made_of = [name for name in changed if not name.startswith(JUDGES)]
+    made_of = [change.text for change in run.folder.changed if change.remakes]
     if in_flight and made_of:  # completions that are stored without their prompts
         run.notify(
             f"what the checkpoint had generated ahead (batches {', '.join(map(str, in_flight))}) is"
-            f" generated again: it was made with what {' and '.join(made_of)} named before"
+            f" generated again: it was made before these changed: {'; '.join(made_of)}"
         )
         return {}
     rollouts = {}
@@ -317,16 +362,12 @@ def _generated_ahead(run: Run, packing: Mapping[str, int]) -> dict[int, Rollout]
     return rollouts
 
 
-def _resumed(run: Run, rollouts: Mapping[int, Rollout], last_row: Row | None) -> Resumed | None:
-    """Returns where the loop resumes, or None at the beginning of a run."""
-    job, step = run.job, run.folder.step
-    if run.folder.checkpoint is None:
-        return None
-    due = bool(job.held_out) and evaluates(job.config, step)
-    # A disk that took the checkpoint and not the row has left nothing to complete.
-    row = last_row or {}
-    incomplete = row.get("step") == step and "eval/unjudged" not in row
-    return Resumed(step, rollouts, evaluated=not (due and incomplete))
+def row_is_whole(run: Run) -> bool:
+    """Returns whether the row that a run resumes from has its evaluation, if one was due. A disk
+    that took the checkpoint and not the row has left nothing to complete."""
+    step, row = run.folder.step, run.metrics.last or {}
+    due = bool(run.job.held_out) and evaluates(run.job.config, step)
+    return not due or row.get("step") != step or "eval/unjudged" in row
 
 
 def _summary(run: Run) -> list[str]:
@@ -334,6 +375,7 @@ def _summary(run: Run) -> list[str]:
     first_row: Row = run.metrics.first or {"step": folder.step}
     last_row: Row = run.metrics.last or {"step": folder.step}
     first_step, took = run.first_step_at, time.monotonic() - run.started
+    stopped = stop_of(sessions(folder.path))
     lines = [f"done: {last_row['step'] - run.start} steps in {took:.0f} s"]
     if first_step is not None:
         lines[0] += f", the first after {first_step - run.started:.0f} s"
@@ -348,7 +390,17 @@ def _summary(run: Run) -> list[str]:
     if any(held_out_reward(row) is not None for row in ends) and len(ends) == 2:
         before, after = (f"{row['eval/environment_reward']:.3f}" for row in ends)
         lines.append(f"environment's reward on held-out prompts: {before} before, {after} after")
-    used = meshes(sessions(folder.path))
+    lines += (f"{heading}: {text}" for heading, text in describe_totals(last_row).items())
+    used = meshes(sessions(folder.path)) if run.start else ""
     if "then" in used:
         lines.append(f"mesh: {used}")
+    for step, texts in changes_of(sessions(folder.path)).items():
+        lines.append(f"changed after step {step}: {'; '.join(texts)}")
+    if stopped is not None:
+        lines.append(
+            f"stopped at step {stopped['step']} of {run.job.config.steps} {stop_text(stopped)};"
+            " the same command goes on"
+        )
+        if stopped["step"] == 0:
+            return [*lines, "nothing was trained: no checkpoint and no model are written"]
     return [*lines, f"model: {folder.path / FINAL}"]

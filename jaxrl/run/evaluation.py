@@ -54,7 +54,7 @@ from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.run_shapes import RunInputs
 from jaxrl.run.job import encoder, episodes, held_out_notes, held_out_sets, token_notes
 from jaxrl.run.python_objects import GivenEnvironment, entries
-from jaxrl.runtime.worker import Phase, enter
+from jaxrl.runtime.worker import Phase, here
 from jaxrl.sampling.engine import EngineStats
 from jaxrl.sharding.mesh import ensure_devices, role_meshes, verify_arrays
 from jaxrl.sharding.placement import check_visible, place
@@ -136,7 +136,7 @@ def _description(
     groups: Sequence[Sequence[Completion]], scores: Sequence[Sequence[float | None]]
 ) -> dict[str, float]:
     """Returns the metrics of one set's completions, beside how well they were judged."""
-    counts = SampleCounts.of(len(groups), [one for group in groups for one in group])
+    counts = SampleCounts.count(len(groups), [one for group in groups for one in group])
     n = counts.completions
     row = {
         "unjudged": float(sum(score is None for marked in scores for score in marked)),
@@ -293,8 +293,11 @@ def prepare_evaluation(
     elif (path := source.run_config if given is None else config_file(given)) is not None:
         base = read_keys(path)
         config_keys.refuse_unknown(Config, base)
+        if given is None and isinstance(student := base.get("student"), dict):
+            student.pop("chat_template", None)  # the folder of the run's model has it
     keys, objects = entries(None, eval_data, environment)
     config = _config(source, base, overrides, mesh, keys)
+    source = source.with_chat_template(config.student.chat_template, "student.chat_template")
     tokenizer = source.tokenizer(config.data.chat_date)
     ends = completion_ends(source, tokenizer)
     check_positions(config, config.max_new_tokens, source.config, f"model {source.name!r}")
@@ -370,7 +373,8 @@ def _config(
     mapping = yaml_text.assign({}, values | given | dict(objects))
     if mesh is not None:
         mapping["mesh"] = mesh
-    config = Config.parse(mapping | {"student": {"model": source.name}, "algorithm": "sft"})
+    student = mapping.get("student", {}) | {"model": source.name}
+    config = Config.parse(mapping | {"student": student, "algorithm": "sft"})
     if config.data.eval is None:
         raise UserError(
             "nothing to evaluate on: give data.eval=SOURCE, or --config FILE.yaml; model"
@@ -397,7 +401,7 @@ def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]
         episodes=partial(episodes, config, job.tokenizer, given=job.given),
     )
     working = Phase()
-    enter(working, lambda: False)
+    here.phase = working
     groups, speeds = [], []
     # A notebook says that it shows colours, which is no terminal.
     terminal = Console(stderr=True, force_jupyter=False, force_terminal=sys.stderr.isatty())
@@ -447,7 +451,7 @@ def results_table(result: JsonObject) -> Table:
     wide."""
     shown = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, collapse_padding=True)
     shown.add_column("set", min_width=9, overflow="fold")
-    for heading in ("prompts", "", "95% interval", "tokens", "cut", "unjudged", "tokens/s"):
+    for heading in ("prompts", "measure", "95% interval", "tokens", "cut", "unjudged", "tokens/s"):
         shown.add_column(heading, justify="right", no_wrap=True)
     sets = result["sets"]
     for row in sets:

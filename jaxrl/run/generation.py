@@ -22,6 +22,7 @@ from jaxrl.models.kernels import try_kernels
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.streams import to_stderr
 from jaxrl.sampling.engine import NARROWEST, Engine, EngineStats
+from jaxrl.sampling.partial_completion import RandomKey, SampleRequest
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import ensure_devices, role_mesh
@@ -155,6 +156,8 @@ def sample_prompts(
     Args:
         inputs: what the chat template reads with each prompt, or with all of them.
     """
+    if n < 1:
+        raise UserError(f"n={n}: must be at least 1")
     tokenizer = model.tokenizer
     each = [inputs] * len(prompts) if isinstance(inputs, TemplateInputs) else inputs
     pairs = list(zip(prompts, each, strict=True))
@@ -172,7 +175,14 @@ def sample_prompts(
     params = model.params
     if not isinstance(params["layers"], list):
         params = parameters.unstack(params)
-    return engine.generate(params, tokens, n=n, sampling=sampling, seed=seed), engine.stats
+    most = sampling.max_new_tokens
+    requests = [
+        SampleRequest(prompt, sampling, RandomKey(seed, prompt=i, sample=sample), most)
+        for i, prompt in enumerate(tokens)
+        for sample in range(n)
+    ]
+    done = engine.generate(params, requests)
+    return [done[i * n : (i + 1) * n] for i in range(len(tokens))], engine.stats
 
 
 def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine:

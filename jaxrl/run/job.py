@@ -16,8 +16,10 @@ from types import MappingProxyType
 import cloudpickle
 
 from jaxrl.algorithms.methods import correction_of, method_of, objective_notes
+from jaxrl.algorithms.trial_calls import check_own_parts
 from jaxrl.checkpoint.fingerprint import (
     BASE_WEIGHTS,
+    allows,
     changes,
     digest_file,
     digest_model,
@@ -30,35 +32,31 @@ from jaxrl.checkpoint.model_source import (
     longest_sequence,
     resolve_student,
 )
+from jaxrl.config.paths import TEMPLATES
 from jaxrl.config.roles import template_names
 from jaxrl.config.schema import Config
+from jaxrl.data import prompt_encoder
 from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.columns import unread_notes
 from jaxrl.data.example import Example, Split
-from jaxrl.data.prompt_encoder import (
-    PLACES,
-    PromptEncoder,
-    TeacherPrompt,
-    few_shot,
-    hidden_columns,
-)
+from jaxrl.data.lengths import Lengths
 from jaxrl.data.rows import OPTIONAL, Keys, column_of
+from jaxrl.data.shown_rows import ShownRow, show_row
 from jaxrl.data.source import Rows, Source, is_missing, is_split_here, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream, eval_sets
-from jaxrl.data.tokenizer import (
-    Tokenizer,
-)
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.environments import environment_process as environments
 from jaxrl.environments.episode_batches import Episodes, pool_of
-from jaxrl.errors import UserError, about, user_input
+from jaxrl.errors import UserError, about, user_input, user_path
 from jaxrl.formats import hf, peft
 from jaxrl.formats.hf import TokenizerFiles
 from jaxrl.formats.hub import data_name, find_folder
 from jaxrl.formats.opened import has_changed
 from jaxrl.models.bert import read_encoder
+from jaxrl.models.families import source_of
 from jaxrl.models.kernels import Target
 from jaxrl.plan import model_config, without_weights
-from jaxrl.process.plugin import PYTHON
+from jaxrl.process.plugin import PYTHON, CodeSource, is_plugin, locate
 from jaxrl.rewards.batch_rewards import RewardFunctions
 from jaxrl.rewards.functions import find as find_reward
 from jaxrl.rewards.verifiers import Verifier, verifier, why_unjudged
@@ -108,11 +106,6 @@ def token_notes(config: Config, source: ModelSource, tokenizer: Tokenizer) -> li
     return notes
 
 
-def pad_id(source: ModelSource, ends: tuple[int, ...]) -> int:
-    """Returns the token that fills the padding: the model's own pad token, else an end token."""
-    return ends[0] if source.config.pad_id is None else source.config.pad_id
-
-
 def row_keys(config: Config) -> Keys:
     """Returns the names of the fields of a data row."""
     d = config.data
@@ -136,7 +129,7 @@ def encoder(
     rows: int,
     teacher: bool = False,
     teacher_tokenizer: Tokenizer | None = None,
-) -> PromptEncoder:
+) -> prompt_encoder.PromptEncoder:
     """Returns the encoder that turns the rows of `data.train` and `data.eval` into tokens.
 
     Args:
@@ -148,15 +141,15 @@ def encoder(
     shots: tuple[Example, ...] = ()
     if d.few_shot is not None:
         source = open_source(d.few_shot, config.seed, "train", row_keys(config), "data.few_shot")
-        shots = few_shot(source, d.few_shot_rows)
+        shots = prompt_encoder.few_shot(source, d.few_shot_rows)
     theirs = None
     if teacher and (config.teacher.prompt is not None or teacher_tokenizer is not None):
-        late = PLACES if config.learns_from_rewards else {}
+        late = prompt_encoder.PLACES if config.learns_from_rewards else {}
         limit = config.teacher_prompt_tokens
         given = config.teacher.prompt, limit, late, teacher_tokenizer
-        theirs = TeacherPrompt(*given, row_keys(config))
+        theirs = prompt_encoder.TeacherPrompt(*given, row_keys(config))
     method = method_of(config)
-    return PromptEncoder(
+    return prompt_encoder.PromptEncoder(
         tokenizer,
         config.max_prompt_tokens,
         config.max_new_tokens,
@@ -174,17 +167,18 @@ def encoder(
 
 
 def held_out_sets(
-    config: Config, encode: PromptEncoder, given: Mapping[str, Rows]
+    config: Config, encode: prompt_encoder.PromptEncoder, given: Mapping[str, Rows]
 ) -> tuple[EvalSet, ...]:
     """Opens the sets of `data.eval`; returns none if it is null."""
     if config.data.eval is None:
         return ()
-
-    def open_one(sources: Sequence[str], label: str) -> Source:
-        return open_source(sources, config.seed, "eval", row_keys(config), label, given)
-
-    encode = replace(encode, samples=True)
-    return eval_sets(config.data.eval, open_one, encode, config.eval.prompts)
+    seed, keys = config.seed, row_keys(config)
+    return eval_sets(
+        config.data.eval,
+        lambda sources, label: open_source(sources, seed, "eval", keys, label, given),
+        replace(encode, samples=True),
+        config.eval.prompts,
+    )
 
 
 def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Verifier) -> list[str]:
@@ -208,7 +202,7 @@ def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Verifier) -> 
                 f"; {len(unjudged)} of {len(held_out.prompts)} prompts cannot be judged with"
                 f" data.verifier={config.data.verifier}: {why_unjudged(unjudged)}"
             )
-        notes.append(note)
+        notes += [note, *(held_out.lengths.notes() if held_out.lengths else ())]
     return notes
 
 
@@ -225,6 +219,7 @@ class Setup:
     second to import."""
     eos_ids: tuple[int, ...]
     pad_id: int
+    """Fills the padding: the model's own pad token, else an end token."""
     teacher_samples: bool
     """The teacher generates, for the student to learn from or for its own accuracy."""
     given: Mapping[str, bytes] = field(default_factory=dict)
@@ -277,6 +272,8 @@ class Job(Setup):
     """Of the student as the run began, for its checkpoints and the trained model."""
     held_out: tuple[EvalSet, ...]
     judge: Verifier
+    train_lengths: tuple[Lengths, ...] = ()
+    """Of the prompts of each source of `train`, and of its completions where they are learned."""
     long_completions: int = 0
     """Completions of the data that are learned and are longer than `max_new_tokens`."""
     evaluates_teacher: bool = False
@@ -288,6 +285,11 @@ class Job(Setup):
     def held_out_prompts(self) -> tuple[Prompt, ...]:
         """Returns the prompts of an evaluation, of one set after the other."""
         return tuple(prompt for held_out in self.held_out for prompt in held_out.prompts)
+
+    @property
+    def lengths(self) -> tuple[Lengths, ...]:
+        """Returns those of the data, held-out sets included."""
+        return (*self.train_lengths, *(one.lengths for one in self.held_out if one.lengths))
 
     def describe_policy(self, folder: Path) -> None:
         """Writes the config and the tokenizer of the policy: what its weights are read with."""
@@ -316,11 +318,18 @@ class Job(Setup):
             opened=dict(opened),
         )
 
+    def first_rows(self, count: int) -> list[ShownRow]:
+        """Returns the rows that the run reads first, at most all of an epoch."""
+        places = map(self.train.place, range(min(count, self.train.epoch_prompts)))
+        return [show_row(self.train.encoder, part, row) for part, row in places]
+
     def data_notes(self) -> list[str]:
         """Says what a reader should know of the data: sizes, prompts that were left out or cut, and
         what the chat template does with the rows looked at so far, the first of each kind."""
         limit = self.config.max_prompt_tokens
         first = f"data.train: {self.train.epoch_prompts} prompts"
+        if self.train.endless:
+            first = "data.train: rows without a known end, taken in their order as they are needed"
         if self.train.dropped:
             first += (
                 f"; {self.train.dropped} are longer than max_prompt_tokens={limit}"
@@ -333,8 +342,37 @@ class Job(Setup):
                 f"; {self.long_completions} completions are longer than"
                 f" max_new_tokens={self.config.max_new_tokens}: cut, and learned without their end"
             )
+        lengths = [note for one in self.train_lengths for note in one.notes()]
         held_out = held_out_notes(self.config, self.held_out, self.judge)
-        return [first, *held_out, *self.train.noted.values(), *self.notes]
+        return [first, *lengths, *held_out, *self.train.noted.values(), *self.notes]
+
+
+@dataclass(frozen=True)
+class TrainRows:
+    """The rows of `data.train`, and what reads them."""
+
+    source: Source
+    encode: prompt_encoder.PromptEncoder
+    student: ModelSource
+    fitted: Student
+    """The student as its teacher has to fit it."""
+    teacher: Teacher
+    notes: Sequence[str]
+    """Where the student's tokenizer and its config say other things."""
+
+
+def train_rows(config: Config, given: PythonObjects = NOTHING) -> TrainRows:
+    """Opens the data, and the tokenizers that read them; raises UserError as `make_job`. No row is
+    read yet, but those of files that are read at once."""
+    source = open_source(
+        config.data.train, config.seed, "train", row_keys(config), given=given.rows
+    )
+    student, tokenizer, eos_ids, notes = _student(config)
+    fitted = Student(config=student.config, tokenizer=tokenizer, end_ids=eos_ids)
+    teacher = kind_of(config).find(config, fitted)
+    rows = student.config.vocab_size
+    encode = encoder(config, tokenizer, eos_ids, rows, True, teacher.prompt_tokenizer)
+    return TrainRows(source, encode, student, fitted, teacher, notes)
 
 
 def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
@@ -344,18 +382,18 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     for label, sources, split in _data_sources(config):
         for missing in filter(is_missing, sources):  # the others are opened with their tokenizer
             open_source(missing, config.seed, split, row_keys(config), label)
-    source = open_source(d.train, config.seed, "train", row_keys(config), given=given.rows)
-    student, tokenizer, eos_ids, token_note = _student(config)
-    path = student.tokenizer_path
-    fitted = Student(config=student.config, tokenizer=tokenizer, end_ids=eos_ids)
-    teacher = kind_of(config).find(config, fitted)
-    vocabulary = student.config.vocab_size
-    encode = encoder(config, tokenizer, eos_ids, vocabulary, True, teacher.prompt_tokenizer)
+    rows = train_rows(config, given)
+    student, fitted, teacher, encode = rows.student, rows.fitted, rows.teacher, rows.encode
     train = PromptStream(
-        source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
+        rows.source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
     )
-    long_completions = 0
-    if method_of(config).reads_completions(config):
+    if train.endless and config.dynamic_sampling == "refill":
+        raise UserError(
+            "policy.dynamic_sampling=refill samples prompts of later batches, and data.train has no"
+            " known end: set policy.dynamic_sampling=drop"
+        )
+    long_completions, learned = 0, method_of(config).reads_completions(config)
+    if learned:
         remedy = NEEDS_COMPLETIONS
         if config.spec.learns_from == "data":
             remedy = (
@@ -367,12 +405,13 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     # Without evaluations of the teacher, its prompts decide nothing about the held-out sets; and
     # where they are about attempts, it is evaluated with the student's.
     evaluated = config.evaluates_teacher and not config.teacher_gets_feedback
-    read = encode if evaluated else replace(encode, teacher=None)
-    held_out = held_out_sets(config, read, given.rows)
+    held_out = held_out_sets(
+        config, encode if evaluated else replace(encode, teacher=None), given.rows
+    )
     prompts = [prompt.to_sample for prompt in train.batch(0)]
     prompts += (prompt for one in held_out for prompt in one.prompts)
-    notes: list[str | None] = [*token_note]
-    notes += _check_code(config, given, train.batch(0), source.columns)
+    notes: list[str | None] = [*rows.notes]
+    notes += _check_code(config, given, train.batch(0), rows.source.columns)
     if config.learns_from_rewards:
         if config.reward.model is not None:
             tokenizer_of_reward(open_reward(config.reward.model))
@@ -385,14 +424,15 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
         config=config,
         student=student,
         teacher=teacher,
-        tokenizer=tokenizer,
-        eos_ids=eos_ids,
-        pad_id=pad_id(student, eos_ids),
+        tokenizer=fitted.tokenizer,
+        eos_ids=fitted.end_ids,
+        pad_id=fitted.end_ids[0] if student.config.pad_id is None else student.config.pad_id,
         teacher_samples=bool(teacher.models) and generates(config, "teacher"),
         evaluates_teacher=evaluates,
         given=given.code,
         train=train,
-        tokenizer_files=None if path is None else TokenizerFiles.read(path),
+        tokenizer_files=student.tokenizer_files(),
+        train_lengths=tuple(train.measure_lengths(config.steps * config.batch_size, learned)),
         long_completions=long_completions,
         held_out=held_out,
         judge=verifier(config.data.verifier),
@@ -409,6 +449,7 @@ def _check_code(
     Args:
         columns: of `data.train`; those that nothing reads are noted.
     """
+    check_own_parts(config)
     begun, notes = False, list[str]()
     named, passed_to = {"task", "entry", "options"}, list[str]()
     if config.environment.name is not None:
@@ -433,7 +474,7 @@ def _check_code(
             passed_to += ["reward functions"] if takes_all else []
             if prompts:
                 own = set(columns).difference(row_keys(config).named)
-                notes += rewards.check(prompts, begun, hidden_columns(prompts, own))
+                notes += rewards.check(prompts, begun, prompt_encoder.hidden_columns(prompts, own))
             else:
                 rewards.pool.facts()
     return [*notes, *_column_notes(config, columns, named, " and ".join(passed_to))]
@@ -472,15 +513,19 @@ def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], S
 def _check_keys(config: Config) -> None:
     """Checks what the keys and the student's `config.json` alone tell."""
     # Only now is it known that no Python program gives an environment.
-    for message in config.environment.without_environment(*EPISODES):
+    environment = config.environment
+    for message in environment.messages(environment.without_environment(*EPISODES)):
         raise UserError(f"environment: {message}")
     verifier(config.data.verifier)
     longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
     check_positions(config, longest, model_config(config.student.model), "student.model")
 
 
-def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> list[str]:
-    """Returns the notes on the run's data, or raises the UserError that `make_job` would raise.
+def check_job(
+    config: Config, given: PythonObjects, elsewhere: bool = False
+) -> tuple[list[str], Job | None]:
+    """Returns the notes on the run's data, and the job where it can be made; or raises the
+    UserError that `make_job` would raise.
 
     Of models that have no weights here, as in a plan for another machine, only `config.json` is
     known, and data on a hub may not have been fetched: then the models, the data that are here and
@@ -492,7 +537,8 @@ def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> 
     described = bool(without_weights(config))
     here = {each[0]: _here(*each, elsewhere) for each in _data_sources(config)}
     if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
-        return make_job(config, given).data_notes()
+        job = make_job(config, given)
+        return job.data_notes(), job
     _check_keys(config)
     notes, prompts, columns = [], list[Prompt](), tuple[str, ...]()
     for label, sources, split in _data_sources(config):
@@ -510,7 +556,7 @@ def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> 
         student, tokenizer, eos_ids, _ = _student(config)
         fitted = Student(config=student.config, tokenizer=tokenizer, end_ids=eos_ids)
         kind_of(config).find(config, fitted)
-    return [*notes, *_check_code(config, given, prompts, columns)]
+    return [*notes, *_check_code(config, given, prompts, columns)], None
 
 
 def _untokenized(example: Example) -> Prompt:
@@ -579,7 +625,7 @@ def _here(label: str, sources: Sequence[str], split: Split, elsewhere: bool) -> 
 
 
 READS: Mapping[str, tuple[str, ...]] = {
-    "actor": ("student.", "teacher"),
+    "actor": ("student.", "teacher", "algorithm"),
     "rollout": ("student.", "environment."),
     "teacher": ("teacher", "environment."),
     "reference": ("student.",),
@@ -614,9 +660,8 @@ def check_inputs(setup: Setup, role: str) -> None:
 def may_have_changed(setup: Setup, role: str, file: str) -> bool:
     """Returns whether a run that resumes may find other weights in a file that a role reads: by
     `resume_changed`, all that names it."""
-    allowed = setup.config.resume_changed
-    if not isinstance(allowed, tuple):
-        return allowed
+    if not isinstance(setup.config.resume_changed, tuple):
+        return setup.config.resume_changed
     folder = Path(file).parent.resolve()  # the file may be a link, as in the cache of a hub
     names = [
         name
@@ -624,7 +669,7 @@ def may_have_changed(setup: Setup, role: str, file: str) -> bool:
         if key.startswith(READS[role])
         and folder.is_relative_to((place.parent if place.is_file() else place).resolve())
     ]
-    return bool(names) and all(name.startswith(allowed) for name in names)
+    return bool(names) and all(allows(setup.config, name) for name in names)
 
 
 def _models(setup: Setup) -> Iterator[tuple[str, str, Path, Callable[[Path], str]]]:
@@ -657,28 +702,40 @@ def _models(setup: Setup) -> Iterator[tuple[str, str, Path, Callable[[Path], str
 def _inputs(setup: Setup) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
     """Yields the key of each thing that the roles of a run open, and a function that maps it, by
     key and value, to its digest now."""
-    config = setup.config
 
     def model(name: str, place: Path, digest: Callable[[Path], str]) -> dict[str, str]:
         return {name: digest(place)}
 
     for key, name, place, digest in _models(setup):
         yield key, partial(model, name, place, digest)
+    templates = (setup.config.student.chat_template, setup.config.teacher.chat_template)
+    for key, template in zip(TEMPLATES, templates, strict=True):
+        if template is not None:
+            where = user_path(template)
+            yield key, partial(model, f"{key}={template}", where, _template_digest)
     yield from setup.teacher.inputs()
-    asked = config.environment.name
-    if asked is not None and not asked.startswith(PYTHON):
-        yield "environment.name", partial(_code_digests, "environment.name", asked)
-    if not config.learns_from_rewards:
-        return
-    for text in config.reward.functions:
-        if not text.startswith(PYTHON):  # of a Python program: the config has its digest
-            yield "reward.functions", partial(_code_digests, "reward.functions", text)
+    config = setup.config
+    named = [("environment.name", config.environment.name), ("algorithm", str(config.algorithm))]
+    family = config.student.family or source_of(setup.student.config.family)
+    named.append(("student.family", family))
+    if config.learns_from_rewards:
+        named += [("reward.functions", text) for text in config.reward.functions]
+    for key, text in named:
+        if text is not None and not text.startswith(PYTHON):  # else the config has its digest
+            yield key, partial(_code_digests, key, text)
+
+
+def _template_digest(place: Path) -> str:
+    return hashlib.sha256(tokenizers.read_chat_template(str(place)).encode()).hexdigest()
 
 
 def _code_digests(key: str, text: str) -> dict[str, str]:
     """Maps the file of the user's code, and each that it imports, to its digest; none for rewards
-    of ours."""
-    source = environments.find(text) if key == "environment.name" else find_reward(text)
+    and algorithms of ours."""
+    if key in ("algorithm", "student.family"):
+        source = locate(text, key, "NAME", {}, "") if is_plugin(text) else CodeSource(text, text)
+    else:
+        source = environments.find(text) if key == "environment.name" else find_reward(text)
     files = [Path(path) for path, _ in source.files]
     names = [path.name for path in files]
     for i, path in enumerate(files):

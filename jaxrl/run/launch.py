@@ -17,15 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxrl.algorithms.protocols import (
-    ActorRole,
-    GrouperRole,
-    ReferenceRole,
-    RewardRole,
-    RolloutRole,
-    TeacherRole,
-    protocols,
-)
+from jaxrl.algorithms import protocols
 from jaxrl.checkpoint.fingerprint import BASE_WEIGHTS
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.schema import Config
@@ -41,6 +33,7 @@ from jaxrl.process import atomic_files
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.json_types import parse_json, read_file
+from jaxrl.process.plugin import give_objects
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.xla_flags import worker_environment
 from jaxrl.roles.actor import Actor
@@ -48,13 +41,7 @@ from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import Reward, RewardModel, open_reward
 from jaxrl.roles.rollout import Sampler
-from jaxrl.run.job import (
-    Setup,
-    check_inputs,
-    episodes,
-    may_have_changed,
-    reward_functions,
-)
+from jaxrl.run import job
 from jaxrl.runtime.worker import Future, LocalWorkerGroup, WorkerGroup
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ledger import HOST
@@ -101,7 +88,7 @@ def devices_for(config: Config) -> Callable[[int], Visible]:
     return find
 
 
-def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
+def start_roles(setup: job.Setup, plan: Plan, log: Log) -> WorkerGroup:
     """Starts one worker for each pool, with the plan's launcher, and builds the roles in them, all
     pools in parallel.
 
@@ -110,7 +97,7 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     """
     if plan.launcher == "ray":
         return _start_in_ray(setup, plan, log)
-    worker_group = LocalWorkerGroup(STOP_S, protocols(setup.config))
+    worker_group = LocalWorkerGroup(STOP_S, protocols.protocols(setup.config))
     meshes = role_meshes(plan.devices, plan.placement, plan.axes)
     deadline = setup.config.deadlines.startup
     starting: dict[str, Future[object]] = {}
@@ -135,7 +122,7 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     return worker_group
 
 
-def _start_in_ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
+def _start_in_ray(setup: job.Setup, plan: Plan, log: Log) -> WorkerGroup:
     from jaxrl.runtime.ray.connect import address_of, import_ray  # an optional package
 
     import_ray(address_of(setup.config.ray))
@@ -153,7 +140,7 @@ def _start_in_ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
         environment=worker_environment(setup.config.deterministic, setup.run_dir)
         | worker_share()
         | hub.hub_variables(),
-        protocols=protocols(setup.config),
+        protocols=protocols.protocols(setup.config),
     )
     try:
         worker_group.start()
@@ -179,7 +166,8 @@ def pool_makers(
         uses: of each role's models (`kernels.try_kernels`).
     """
     try:
-        setup: Setup = cloudpickle.loads(packed)
+        setup: job.Setup = cloudpickle.loads(packed)
+        give_objects(setup.given)
     except UserError as error:
         raise UserError(
             f"{error}. The run read it when it began: it has changed since, or is another one on"
@@ -197,7 +185,7 @@ def pool_makers(
     return {role: partial(build_role, role, setup, meshes) for role in roles if role in MAKERS}
 
 
-def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
+def make_actor(setup: job.Setup, meshes: Mapping[str, Mesh]) -> protocols.ActorRole:
     config, mesh = setup.config, meshes["actor"]
     student, loaded = setup.student, None
     frozen = setup.teacher.frozen(mesh, student.config.final_softcap)
@@ -235,7 +223,7 @@ _BASES: dict[tuple[object, ...], tuple[Params, list[weakref.ref[jax.Array]]]] = 
 """Frozen base weights in use in this process: (tree structure, weak references to leaves)."""
 
 
-def _base(setup: Setup, mesh: Mesh, dtype: DType, layout: Layout) -> Params:
+def _base(setup: job.Setup, mesh: Mesh, dtype: DType, layout: Layout) -> Params:
     """Loads the frozen base weights of a model with adapters; returns {} without adapters. Roles
     that ask for the same ones on the same mesh share the arrays."""
     if setup.student.config.lora is None:
@@ -255,7 +243,7 @@ def _base(setup: Setup, mesh: Mesh, dtype: DType, layout: Layout) -> Params:
     return params
 
 
-def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
+def make_rollout_role(setup: job.Setup, meshes: Mapping[str, Mesh]) -> protocols.RolloutRole:
     mesh, rollout = meshes["rollout"], setup.config.rollout
     base = _base(setup, mesh, rollout.compute_dtype, "stacked" if rollout.merge else "unstacked")
     if base:
@@ -268,12 +256,12 @@ def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
     return sampler
 
 
-def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole:
+def make_teacher(setup: job.Setup, meshes: Mapping[str, Mesh]) -> protocols.TeacherRole:
     sampler = partial(_sampler, setup, teacher=True) if setup.teacher_samples else None
     return setup.teacher.make(meshes.get("teacher"), setup.open_tokenizer, sampler)
 
 
-def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
+def make_reference(setup: job.Setup, meshes: Mapping[str, Mesh]) -> protocols.ReferenceRole:
     config, mesh = setup.config, meshes["reference"]
     start, dtype = setup.student.start, config.reference.compute_dtype
     params = {} if setup.student.adapter else _base(setup, mesh, dtype, "stacked")
@@ -282,18 +270,18 @@ def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
     return Reference(config, start.config, params, mesh)
 
 
-def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> RewardRole:
+def make_reward(setup: job.Setup, meshes: Mapping[str, Mesh]) -> protocols.RewardRole:
     config, model = setup.config, None
     if config.reward.model is not None:
         model = RewardModel(config, open_reward(config.reward.model), meshes["reward"])
-    return Reward(reward_functions(config, setup.given), model)
+    return Reward(job.reward_functions, config, setup.given, model)
 
 
-def make_grouper(setup: Setup, meshes: Mapping[str, Mesh]) -> GrouperRole:
+def make_grouper(setup: job.Setup, meshes: Mapping[str, Mesh]) -> protocols.GrouperRole:
     return Grouper(setup.config, meshes["grouper"])
 
 
-MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
+MAKERS: dict[str, Callable[[job.Setup, Mapping[str, Mesh]], object]] = {
     "actor": make_actor,
     "rollout": make_rollout_role,
     "teacher": make_teacher,
@@ -304,14 +292,14 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
 """Role -> (setup, the meshes of the roles that this process has) -> the role."""
 
 
-def build_role(role: str, setup: Setup, meshes: Mapping[str, Mesh]) -> object:
+def build_role(role: str, setup: job.Setup, meshes: Mapping[str, Mesh]) -> object:
     """Makes a role of what the run began with, also in a worker that is started again.
 
     The record in the run directory has the checksums of the weights that were read. It counts for
     workers of this run that are started again, and for a run that resumes; where that may have
     other weights (`resume_changed`), what has changed is reported and noted.
     """
-    check_inputs(setup, role)
+    job.check_inputs(setup, role)
     file = setup.run_dir / OPENED / f"{role}-{jax.process_index()}.json"
     before: Checksums = {}
     session = ""
@@ -324,7 +312,7 @@ def build_role(role: str, setup: Setup, meshes: Mapping[str, Mesh]) -> object:
         made = MAKERS[role](setup, meshes)
     resumed = session != setup.session
     weights, changed = read.checksums(
-        before, lambda file: resumed and may_have_changed(setup, role, file)
+        before, lambda file: resumed and job.may_have_changed(setup, role, file)
     )
     for name in changed:
         to_stderr(f"{role}: changed since: {name}")
@@ -339,7 +327,7 @@ def build_role(role: str, setup: Setup, meshes: Mapping[str, Mesh]) -> object:
 
 
 def _sampler(
-    setup: Setup,
+    setup: job.Setup,
     source: ModelSource,
     mesh: Mesh,
     params: Params | None,
@@ -352,7 +340,7 @@ def _sampler(
     aligner = setup.teacher.open_aligner() if teacher else None
     if aligner is not None:
         tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.end_ids
-    made = partial(episodes, config, tokenizer, run_dir=setup.run_dir, given=setup.given)
+    made = partial(job.episodes, config, tokenizer, run_dir=setup.run_dir, given=setup.given)
     return Sampler(
         config,
         source.config,

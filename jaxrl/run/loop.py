@@ -17,39 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from jaxrl.algorithms import protocols
 from jaxrl.algorithms.methods import method_of
-from jaxrl.algorithms.protocols import (
-    ActorRole,
-    Ask,
-    ReceivingRole,
-    SamplingRole,
-    Sources,
-    call_deadlines,
-    role_calls,
-)
 from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config.schema import Config
+from jaxrl.errors import Stopped
 from jaxrl.run.reporting import Futures, Run
-from jaxrl.runtime.worker import Future, Handle, Stopped, T, Times, done_future
+from jaxrl.runtime.worker import Future, Handle, T, Times, done_future
 from jaxrl.types import Rollout
 
 POLL_S = 0.5
 """Seconds between two checks, during a wait, whether the run was asked to end."""
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """Where a run resumes."""
-
-    step: int
-    """Number of batches trained on; each has its row of metrics."""
-    rollouts: Mapping[int, Rollout]
-    """Batches generated but not yet trained on."""
-    evaluated: bool
-    """Whether the row of `step` already contains its evaluation, if one was due."""
 
 
 def evaluates(config: Config, version: int) -> bool:
@@ -70,25 +52,31 @@ class Calls:
         roles: Mapping[str, Handle],
         asked_to_stop: Callable[[], bool] = lambda: False,
         recorders: Sequence[Callable[[str, str, Times, Mapping[str, object]], None]] = (),
+        by_hand: bool = False,
     ):
         """
         Args:
             recorders: take role, method, times and arguments of each call.
+            by_hand: an error of sampling or scoring is told to the caller, and ends nothing.
         """
         self.roles, self.asked_to_stop, self._recorders = roles, asked_to_stop, recorders
         self.end: int | None = None
         """Number of batches after which the run ends; None until it is asked to end."""
         self.submitted = 0
         """Number of batches that the actor was asked to train on."""
+        self._by_hand = by_hand
         self._config, self._ahead, self._lazy = config, SCHEDULES[config.schedule], config.lazy
-        self._role_calls, self._deadlines = role_calls(config), call_deadlines(config)
+        self._role_calls, self._deadlines = (
+            protocols.role_calls(config),
+            protocols.call_deadlines(config),
+        )
         self._open: list[tuple[str, int, Future[object]]] = []
         """Kind, row and future of the calls that may not have ended."""
         self.kind, self.row = "publish", 0
         """What the next calls belong to: `generate`, `score`, `train` or `publish`, as the action,
         or `save`; and the row of metrics. Row v is of the batch that makes version v, and of what
         follows on that version (publishing, evaluation)."""
-        self.call: Ask = self._send
+        self.call: protocols.CallRole = self._send
         """Calls a role; raises Stopped for a call that the run no longer needs."""
 
     def _send(
@@ -102,10 +90,13 @@ class Calls:
         if role in self._lazy:
             deadline += self._config.deadlines.startup
         aside = self._role_calls[role].concurrent or method == "saved"
-        future = self.roles[role].call(method, *args, deadline=deadline, aside=aside, **kwargs)
+        own = self._by_hand and self.kind in ("generate", "score")
+        future = self.roles[role].call(
+            method, *args, deadline=deadline, aside=aside, own_error=own, **kwargs
+        )
         for record in self._recorders:
             record(role, method, future.times, kwargs | ({"aside": True} if aside else {}))
-        self._open = [call for call in self._open if not call[2].done()]
+        self._open = [c for c in self._open if c[2].dropped() or not c[2].done()]
         self._open.append((self.kind, self.row, future))
         if self.kind == "train":
             self.submitted = self.row
@@ -123,13 +114,15 @@ class Calls:
         return future.result()
 
     def stop(self) -> int:
-        """Cancels every update that has not started, and all calls that only those updates need.
+        """Cancels every update that has not started, and all calls that only those updates need;
+        an update may also have been dropped, with a batch that code of the user's did not make.
 
         Returns the number of batches that will have been trained on; the last may still be running.
         """
         if self.end is None:
             latest_first = self._open[::-1]  # consumers of a result before its producer
-            left = [row for kind, row, call in latest_first if kind == "train" and call.cancel()]
+            trains = [(row, call) for kind, row, call in latest_first if kind == "train"]
+            left = [row for row, call in trains if call.cancel() or call.dropped()]
             self.end = min(left) - 1 if left else self.submitted
             for kind, row, call in latest_first:
                 if not self._needs(kind, row, self.end):
@@ -148,7 +141,7 @@ class Calls:
 class Loop:
     """One run, once its roles have started."""
 
-    sources: Sources
+    sources: protocols.Sources
     calls: Calls
     reporter: Run
     checkpoints: CheckpointWriter
@@ -165,81 +158,102 @@ class Loop:
         self._scorers = sorted(scorers, key=lambda role: len(self._roles[role].needs))
         self._followers = [role for role in scorers if self._roles[role].publish is not None]
         """Roles that score each batch with the weights that train on it."""
-        self._futures: dict[tuple[str, int], Future[Any]] = {}
+        self.futures: dict[tuple[str, int], Future[Any]] = {}
         """The futures whose rows are not written yet. Keys: (`rollout` or `update`, batch), or
         (`publish.ROLE`, `load.ROLE` or `eval.ROLE`, version)."""
-        self._scores: dict[int, dict[str, Sequence[Future[object]]]] = {}
+        self.scores: dict[int, dict[str, Sequence[Future[object]]]] = {}
         """Batch -> role -> one future for each part of its scores."""
+        self.sent: dict[str, int] = {}
+        """Role -> the version of the policy's weights that it was sent last."""
         self._reported = -1
         """The newest step whose row is written; -1 before the first."""
-        self._saved = 0  # a step that needs no further save: 0, the one resumed from, or the last
+        self._saved = 0
+        """A step that needs no further save: 0, the one resumed from, or the one `close` saved."""
 
-    def run(self, resumed: Resumed | None = None) -> int:
+    def run(
+        self,
+        step: int = 0,
+        rollouts: Mapping[int, Rollout] = MappingProxyType({}),
+        evaluated: bool = False,
+    ) -> int:
         """Trains on `steps` batches, and evaluates the last weights.
+
+        Args:
+            step: batches trained on already; each has its row of metrics.
+            rollouts: batches generated but not yet trained on.
+            evaluated: the row of `step` already contains its evaluation, if one was due.
 
         Returns the number of batches trained on, fewer than `steps` if the run was asked to stop.
         """
-        calls, staleness = self.calls, SCHEDULES[self.config.schedule]
+        calls = self.calls
         try:
-            if resumed is None:
-                self._publish(0)
-                for role in self.sources.evaluated:
-                    asked = calls.call(role, SamplingRole.sample, self.sources.held_out)
-                    self._futures[f"eval.{role}", 0] = asked
-                ahead = not self._followers
-                self._schedule = Schedule(self.config.steps, staleness, scores_ahead=ahead)
-            else:
-                self._schedule = self._resume(resumed, staleness)
+            self.start(step, rollouts, evaluated)
             while not calls.asked_to_stop() and (action := self._schedule.next()) is not None:
-                # Row i + 1 is of batch i; publishing version i + 1 belongs to that row as well.
-                index = action.index
-                calls.kind, calls.row = action.kind, index + (action.kind != "publish")
-                with nullcontext() if self.around is None else self.around(action):
-                    if action.kind == "generate":
-                        completions = self._method.completions(self.sources, index)
-                        self._futures["rollout", index] = completions
-                    elif action.kind == "score":
-                        scores = self.sources.early_scores.pop(index, {})
-                        for role in self._scorers:
-                            if role not in scores:
-                                rollout = self._futures["rollout", index]
-                                scores[role] = self.sources.scores(role, rollout, scores)
-                        self._scores[index] = {role: scores[role] for role in self._scorers}
-                    elif action.kind == "train":
-                        rollout = self._futures["rollout", index]
-                        scores = {}
-                        for role, parts in self._scores[index].items():
-                            # The teacher's, the largest, are freed once the actor has them.
-                            consumed = self._roles[role].consumed
-                            scores[role] = [p.consume() for p in parts] if consumed else parts
-                        self._futures["update", index] = calls.call(
-                            "actor", ActorRole.update, rollout, scores, step=index
-                        )
-                        if self.checkpoints.due(index + 1):
-                            self._save(index + 1)
-                        self._report(until=index - 1)
-                    else:
-                        self._publish(index)
+                self.act(action)
+                if action.kind == "train":
+                    self.report(until=action.index - 1)
             if not calls.asked_to_stop():
-                self._close(self._schedule.trained)
+                self.close(self._schedule.trained)
         except Stopped:
-            if calls.end is None:
+            if not calls.asked_to_stop():
                 raise
         if calls.asked_to_stop():
-            self._close(calls.stop())
+            self.close(calls.stop())
         return max(self._reported, 0)
 
-    def _resume(self, resumed: Resumed, staleness: int) -> Schedule:
-        step = resumed.step
+    def start(self, step: int, rollouts: Mapping[int, Rollout], evaluated: bool) -> None:
+        """Sends the weights after `step` batches to whoever works with them. Arguments as in
+        `run`."""
+        in_flight, ahead = len(rollouts), not self._followers
+        staleness = SCHEDULES[self.config.schedule]
+        self._schedule = Schedule.resume(step, in_flight, self.config.steps, staleness, ahead)
+        if step > 0:
+            self._resume(step, rollouts, evaluated)
+            return
+        self._publish(0)
+        for role in self.sources.evaluated:
+            asked = self.calls.call(role, protocols.SamplingRole.sample, self.sources.held_out)
+            self.futures[f"eval.{role}", 0] = asked
+
+    def act(self, action: Action) -> None:
+        """Makes the calls of an action: of `train` also those of a save that is due then, of
+        `publish` those of an evaluation."""
+        # Row i + 1 is of batch i; publishing version i + 1 belongs to that row as well.
+        calls, index = self.calls, action.index
+        calls.kind, calls.row = action.kind, index + (action.kind != "publish")
+        with nullcontext() if self.around is None else self.around(action):
+            if action.kind == "generate":
+                self.futures["rollout", index] = self._method.completions(self.sources, index)
+            elif action.kind == "score":
+                scores = self.sources.early_scores.pop(index, {})
+                for role in self._scorers:
+                    if role not in scores:
+                        rollout = self.futures["rollout", index]
+                        scores[role] = self.sources.scores(role, rollout, scores)
+                self.scores[index] = {role: scores[role] for role in self._scorers}
+            elif action.kind == "train":
+                rollout = self.futures["rollout", index]
+                scores = {}
+                for role, parts in self.scores[index].items():
+                    # The teacher's, the largest, are freed once the actor has them.
+                    consumed = self._roles[role].consumed
+                    scores[role] = [p.consume() for p in parts] if consumed else parts
+                self.futures["update", index] = calls.call(
+                    "actor", protocols.ActorRole.update, rollout, scores, step=index
+                )
+                if self.checkpoints.due(index + 1):
+                    self.save(index + 1)
+            else:
+                self._publish(index)
+
+    def _resume(self, step: int, rollouts: Mapping[int, Rollout], evaluated: bool) -> None:
         self._saved = self.calls.submitted = step
         self.calls.kind, self.calls.row = "publish", step
-        self._publish(step, evaluate=not resumed.evaluated)
+        self._publish(step, evaluate=not evaluated)
         self._reported = step
         self.reporter.amend(step, self._take(step))
-        for index, rollout in resumed.rollouts.items():
-            self._futures["rollout", index] = done_future(rollout)
-        in_flight, ahead = len(resumed.rollouts), not self._followers
-        return Schedule.after(step, in_flight, self.config.steps, staleness, ahead)
+        for index, rollout in rollouts.items():
+            self.futures["rollout", index] = done_future(rollout)
 
     def _publish(self, version: int, evaluate: bool = True) -> None:
         """Sends new weights to the rollout, unless it will sample nothing with them, and to the
@@ -248,46 +262,52 @@ class Loop:
         left = version < self.config.steps
         samples = due or (left and self._method.samples_policy(self.config))
         for role in (["rollout"] if samples else []) + (self._followers if left else []):
-            publish = self._roles[role].publish
-            assert publish is not None
-            weights = self.calls.call("actor", publish, version=version)
-            loaded = self.calls.call(role, ReceivingRole.load, weights)
-            self._futures[f"publish.{role}", version] = weights
-            self._futures[f"load.{role}", version] = loaded
+            self.send(role, version)
             if due and role == "rollout":
-                asked = self.calls.call(role, SamplingRole.sample, self.sources.held_out)
-                self._futures["eval.rollout", version] = asked
+                asked = self.calls.call(role, protocols.SamplingRole.sample, self.sources.held_out)
+                self.futures["eval.rollout", version] = asked
 
-    def _save(self, step: int) -> None:
+    def send(self, role: str, version: int) -> None:
+        """Sends a role the policy's weights."""
+        publish = self._roles[role].publish
+        assert publish is not None
+        weights = self.calls.call("actor", publish, version=version)
+        loaded = self.calls.call(role, protocols.ReceivingRole.load, weights)
+        self.futures[f"publish.{role}", version] = weights
+        self.futures[f"load.{role}", version] = loaded
+        self.sent[role] = version
+
+    def save(self, step: int) -> None:
+        """Asks the actor, which has trained `step` batches, for a checkpoint of what it is now."""
         self.calls.kind, self.calls.row = "save", step
         folder = self.checkpoints.folder(step)
-        asked = self.calls.call("actor", ActorRole.save, folder, step=step)
-        saved = self.calls.call("actor", ActorRole.saved, asked)
+        asked = self.calls.call("actor", protocols.ActorRole.save, folder, step=step)
+        saved = self.calls.call("actor", protocols.ActorRole.saved, asked)
         generated = min(self._schedule.generated, step + self._schedule.staleness)
-        in_flight = {i: self._futures["rollout", i] for i in range(step, generated)}
+        ahead = ((i, ("rollout", i)) for i in range(step, generated))
+        in_flight = {i: self.futures[key] for i, key in ahead if key in self.futures}
         schedule = {"name": self.config.schedule, "generated": generated, "trained": step}
         self.checkpoints.begin(step, saved, in_flight, schedule)
 
-    def _close(self, end: int) -> None:
+    def close(self, end: int) -> None:
         """Saves the state after `end` batches, unless that is done or due, and writes the rows up
         to that of batch `end` - 1."""
         if end != self._saved and not self.checkpoints.due(end):
-            self._save(end)
+            self.save(end)
             self._saved = end
         if end:
-            self._report(until=end - 1)
+            self.report(until=end - 1)
 
-    def _report(self, until: int) -> None:
+    def report(self, until: int) -> None:
         """Waits for all batches up to batch `until` and writes their rows, up to row `until` + 1.
         -1: row 0 only, the evaluation before the first batch."""
         while self._reported <= until:
             step = self._reported + 1
-            taken = self._take(step)
+            before = dict(self.futures), dict(self.scores)
             try:
-                self.reporter.row(step, taken)
-            except Stopped:
-                if "rollout" in taken:  # a checkpoint may need it
-                    self._futures["rollout", step - 1] = taken["rollout"]
+                self.reporter.row(step, self._take(step))
+            except BaseException:  # a checkpoint may need the rollout, and a session all
+                self.futures, self.scores = before
                 raise
             self._reported = step
 
@@ -298,8 +318,8 @@ class Loop:
         keys = {kind: (kind, step - 1) for kind in ("rollout", "update")}
         for kind in ("publish", "load", "eval"):
             keys |= {f"{kind}.{role}": (f"{kind}.{role}", step) for role in self._roles}
-        taken = {name: self._futures.pop(key) for name, key in keys.items() if key in self._futures}
-        for role, parts in self._scores.pop(step - 1, {}).items():
+        taken = {name: self.futures.pop(key) for name, key in keys.items() if key in self.futures}
+        for role, parts in self.scores.pop(step - 1, {}).items():
             taken |= {f"score.{role}.{i}": part for i, part in enumerate(parts[:-1])}
             taken[f"score.{role}"] = parts[-1]
         return taken

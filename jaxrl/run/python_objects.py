@@ -19,7 +19,8 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,8 +36,9 @@ from jaxrl.data.source import Rows, listed_rows
 from jaxrl.environments.environment import Environment
 from jaxrl.errors import UserError, shown
 from jaxrl.formats import hf, weights
+from jaxrl.losses.algorithm_table import AlgorithmSpec
 from jaxrl.process.json_types import JsonObject
-from jaxrl.process.plugin import PYTHON
+from jaxrl.process.plugin import PYTHON, give_objects
 from jaxrl.run.run_dir import check_run_dir
 
 GivenConfig = Config | str | Path | Mapping[str, object] | None
@@ -45,6 +47,8 @@ GivenModel = Any
 """A name, a `Model`, or a pair of `transformers.PreTrainedModel` and tokenizer."""
 GivenEnvironment = Callable[..., Environment] | str | None
 """A class, another function that returns an environment, or a name."""
+GivenAlgorithm = AlgorithmSpec | str | Mapping[str, Any] | None
+"""An algorithm, its name, or a mapping of `name` and `arguments`."""
 DATA, EVAL_DATA = f"{PYTHON}data", f"{PYTHON}eval_data"
 DIGITS = 12
 """Hex digits of a digest."""
@@ -94,6 +98,7 @@ def bind(
     data: Rows = None,
     eval_data: Rows = None,
     environment: GivenEnvironment = None,
+    algorithm: GivenAlgorithm = None,
     rewards: Sequence[Callable[..., object]] = (),
 ) -> tuple[Config, PythonObjects]:
     """Returns the config with the objects in their places, and the objects.
@@ -105,9 +110,47 @@ def bind(
         UserError: one is not what it should be, cannot be pickled, or has the name of another; or
             the config does not allow them.
     """
-    keys, given = entries(data, eval_data, environment)
+    keys, given = entries(data, eval_data, environment, algorithm)
     if model is not None:
         keys["student.model"] = str(model)
+    functions = _pickled_rewards(rewards)
+    made = Config.of(config, keys, partial(_place_rewards, functions))
+    return made, PythonObjects({**given.code, **functions}, given.rows)
+
+
+def replace_rewards(
+    config: Config, given: PythonObjects, rewards: Sequence[Callable[..., object]]
+) -> tuple[Config, PythonObjects]:
+    """Returns the config and the objects of a run with other reward functions of Python. One that
+    has the name of a former one takes its place and its weight; other former ones are left out, and
+    other new ones come last.
+
+    Raises:
+        UserError: as `bind`.
+    """
+    functions = _pickled_rewards(rewards)
+    names = {_name(text) for text in functions}
+    section = config.reward
+    pairs = zip(section.functions, section.weights_of_functions, strict=True)
+    kept = [(t, w) for t, w in pairs if not t.startswith(PYTHON) or _name(t) in names]
+
+    def place(mapping: JsonObject) -> JsonObject:
+        own: JsonObject = {"functions": [text for text, _ in kept]}
+        if section.weights is not None:
+            own["weights"] = [weight for _, weight in kept]
+        return _place_rewards(functions, mapping | {"reward": mapping["reward"] | own})
+
+    code = {text: c for text, c in given.code.items() if text not in section.functions}
+    return Config.of(config, change=place), PythonObjects({**code, **functions}, given.rows)
+
+
+def _name(entry: object) -> str:
+    """Returns an entry of `reward.functions` without its digest."""
+    return str(entry).partition("@")[0]
+
+
+def _pickled_rewards(rewards: Sequence[Callable[..., object]]) -> dict[str, bytes]:
+    """Maps their entries in `reward.functions` to the functions, pickled."""
     if callable(rewards) or isinstance(rewards, str) or not isinstance(rewards, Iterable):
         raise UserError(
             "rewards is a list of functions: write rewards=[f]; reward.functions takes names"
@@ -120,32 +163,35 @@ def bind(
                 f"rewards: {function!r} is no function f(prompts, completions, **columns){hint}"
             )
         text, packed = _pickled(function, "rewards", "reward.functions as path.py:function")
-        name = text.partition("@")[0]
-        if name in (other.partition("@")[0] for other in functions):
+        if (name := _name(text)) in map(_name, functions):
             raise UserError(
                 f"rewards: two functions are called {name.removeprefix(PYTHON)!r}: rename one"
             )
         functions[text] = packed
+    return functions
 
-    def place(mapping: JsonObject) -> JsonObject:
-        section = mapping.get("reward") or {}
-        if not functions or not isinstance(section, dict):
-            return mapping
-        named = section.get("functions") or []
-        placed = [named] if isinstance(named, str) else list(named)
-        for text in functions:
-            at = [str(one).partition("@")[0] for one in placed]
-            if (name := text.partition("@")[0]) in at:
-                placed[at.index(name)] = text
-            else:
-                placed.append(text)
-        return mapping | {"reward": section | {"functions": placed}}
 
-    return Config.of(config, keys, place), PythonObjects({**given.code, **functions}, given.rows)
+def _place_rewards(functions: Mapping[str, bytes], mapping: JsonObject) -> JsonObject:
+    """Puts reward functions in their places among the keys of a config."""
+    section = mapping.get("reward") or {}
+    if not functions or not isinstance(section, dict):
+        return mapping
+    named = section.get("functions") or []
+    placed = [named] if isinstance(named, str) else list(named)
+    for text in functions:
+        at = [_name(one) for one in placed]
+        if _name(text) in at:
+            placed[at.index(_name(text))] = text
+        else:
+            placed.append(text)
+    return mapping | {"reward": section | {"functions": placed}}
 
 
 def entries(
-    data: Rows, eval_data: Rows, environment: GivenEnvironment
+    data: Rows,
+    eval_data: Rows,
+    environment: GivenEnvironment,
+    algorithm: GivenAlgorithm = None,
 ) -> tuple[dict[str, object], PythonObjects]:
     """Returns the keys of a config that rows and an environment stand for, and these objects. A
     text in place of rows is the name of a source."""
@@ -184,6 +230,15 @@ def entries(
         place = "environment.name as path.py:Class"
         text, code[text] = _pickled(environment, "environment", place)
         keys["environment.name"] = text
+    if isinstance(algorithm, AlgorithmSpec):
+        text = f"{PYTHON}algorithm@{_digest_spec(algorithm)}"
+        keys["algorithm"], code[text] = (
+            text,
+            _packed(algorithm, "algorithm", "algorithm=path.py:NAME"),
+        )
+        give_objects({text: code[text]})
+    elif algorithm is not None:
+        keys["algorithm"] = algorithm
     return keys, PythonObjects(code, rows)
 
 
@@ -207,6 +262,19 @@ def digest(function: Callable[..., object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
+def _digest_spec(spec: AlgorithmSpec) -> str:
+    """Computes the digest of the functions of an algorithm, by their source, and of its numbers."""
+
+    def described(value: Any) -> Any:
+        if is_dataclass(value) and not isinstance(value, type):
+            return [(one.name, described(getattr(value, one.name))) for one in fields(value)]
+        if isinstance(value, Mapping):
+            return [(name, described(one)) for name, one in value.items()]
+        return digest(value) if callable(value) else repr(value)
+
+    return hashlib.sha256(repr(described(spec)).encode()).hexdigest()[:DIGITS]
+
+
 def _inner(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
@@ -215,11 +283,15 @@ def _inner(function: Any) -> Any:
 
 def _pickled(function: Callable[..., object], what: str, place: str) -> tuple[str, bytes]:
     name = name_of(function)
+    return f"{PYTHON}{name}@{digest(function)}", _packed(function, f"{what}: {name}", place)
+
+
+def _packed(given: object, what: str, place: str) -> bytes:
     try:
-        return f"{PYTHON}{name}@{digest(function)}", cloudpickle.dumps(function)
+        return cloudpickle.dumps(given)
     except Exception as error:
         raise UserError(
-            f"{what}: {name} cannot be sent to another process: {type(error).__name__}:"
+            f"{what} cannot be sent to another process: {type(error).__name__}:"
             f" {error}; remove what cannot be pickled from it, or write it in a file and name it in"
             f" {place}"
         ) from error

@@ -11,15 +11,19 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
+from jaxrl.algorithms.protocols import ActorRole
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config.schema import CONFIG_FILE
+from jaxrl.data.tokenizer import decode_text
+from jaxrl.errors import Stopped, StopTraining
+from jaxrl.models.families import kept_files
 from jaxrl.models.packing import RowDevices
 from jaxrl.plan.plan_inputs import MB
 from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE, Plan, plan_json
@@ -27,11 +31,13 @@ from jaxrl.process.compilations import Compilations
 from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.json_types import JsonObject
 from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
+from jaxrl.profile.waits import union
+from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.evaluation import evaluation_row, judged
 from jaxrl.run.job import Job
 from jaxrl.run.run_dir import SESSIONS_FILE, InPlace, RunDir, check_folder
-from jaxrl.runtime.worker import Future, Stopped, Wait, WorkerGroup
+from jaxrl.runtime.worker import Future, Times, Wait, WorkerGroup
 from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.lines import LOG_FILE, RunLog
@@ -41,9 +47,11 @@ from jaxrl.telemetry.metrics import (
     JsonLines,
     MetricsWriter,
     Sample,
+    Training,
     write_samples,
 )
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
+from jaxrl.telemetry.totals import add_totals
 from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, Trackers, open_trackers
 from jaxrl.types import Rollout, Row, SampleCounts, Trained
 
@@ -55,6 +63,7 @@ Futures = Mapping[str, Future[Any]]
 """Those of one row, by what they are: `rollout`, `update`, `score.ROLE` ..."""
 AGREEMENT = "distill/top1_agreement"
 """Metric that the actor also reports per sequence of the batch; printed with the samples."""
+VERIFIER = "data.verifier"
 OnStep = Callable[[JsonObject], object]
 """Takes a copy of a row."""
 ScorerMetrics = Callable[[Rollout, int, Sequence[str]], dict[str, float]]
@@ -116,6 +125,8 @@ class Run:
     """End of the first update in this process, in `time.monotonic` seconds."""
     step_error: BaseException | None = None
     """What `on_step` raised: it is not called again, and the run ends."""
+    stopped: StopTraining | None = None
+    """What code of the user's raised to end the run early."""
     wait: Wait = lambda future: future.result()
     """Raises Stopped for a call that the run, asked to end, does not need."""
     worker_group: WorkerGroup = field(init=False)
@@ -132,8 +143,14 @@ class Run:
     """What was compiled until the previous row was written."""
     _last: float | None = None
     """End of the latest update, in `time.monotonic` seconds."""
+    _calls: list[Times] = field(default_factory=list)
+    """Of the calls that may have run since then."""
+    _unpaid: list[tuple[str, Times]] = field(default_factory=list)
+    """Role and times of the calls that no row's device-seconds have yet."""
 
     def __post_init__(self) -> None:
+        self._written_at = self.started
+        """When the newest row was written, or else the start, in `time.monotonic` seconds."""
         self.start = self.folder.step
         """Step that its first attempt starts from."""
 
@@ -149,6 +166,7 @@ class Run:
             PLAN_DATA_FILE: plan_json(self.plan),
             SESSIONS_FILE: folder.sessions_with(config.mesh),
         }
+        description |= kept_files(job.student.config.family)
         for note in folder.set_aside():
             notify(note)
         for name, text in description.items():
@@ -161,6 +179,10 @@ class Run:
         on_cpu = self.plan.inputs.on_cpu
         self._peaks_from = "arrays and compiled programs" if on_cpu else "as the device reports it"
         self._compiled, self._last = Compilations(), None
+        self._calls, self._unpaid = [], []
+        places = self.plan.placement.roles
+        self._devices = {role: len(where.devices) for role, where in places.items()}
+        self._held = sum(len(pool.pool.devices) for pool in self.plan.pools)
         with ExitStack() as stack:
             log = stack.enter_context(notify.into(RunLog(path / LOG_FILE)))
             self.metrics = MetricsWriter(path / METRICS_FILE, after, notify)
@@ -208,8 +230,18 @@ class Run:
 
     def asked_to_stop(self) -> bool:
         """Returns whether the run has to save and end."""
-        asked = self.interrupt.asked or self.step_error is not None
-        return asked or self.worker_group.ending is not None
+        self.stopped = self.stopped or self.worker_group.stop_asked
+        why = self.step_error or self.stopped or self.worker_group.ending
+        asked = self.interrupt.asked or why is not None
+        if asked:
+            self.worker_group.settle()
+        return asked
+
+    def record(self, role: str, method: str, times: Times, given: Mapping[str, object]) -> None:
+        """Takes each call of a role, as the timeline does."""
+        if method != ActorRole.saved.__name__:  # a wait for a disk
+            self._calls.append(times)
+            self._unpaid.append((role, times))
 
     def row(self, step: int, futures: Futures) -> None:
         """Waits for the futures of a step, then writes and shows its row. Row 0 has the first
@@ -230,7 +262,7 @@ class Run:
             row["offload/to_device_bytes"] = float(sum(m.nbytes for m in moves if m.to == "device"))
             row["time/offload_s"] = sum(move.waited for move in moves)
         if step == 0:
-            self._written(self.metrics.write(0, row))
+            self._write(0, row)
             return
         peaks = self.worker_group.peaks()
         for role, size in self._planned.items():  # as planned where nothing is measured
@@ -246,6 +278,9 @@ class Run:
         new = self._compiled.since(before)
         row |= {"compile/programs": float(new.programs), "time/compile_s": new.seconds}
         row |= self.checkpoint()
+        changed = sum(change.asked for change in self.folder.changed)
+        if changed and step == self.folder.step + 1:
+            row["run/changed"] = float(changed)
         row["data/epoch"] = step * self.job.config.batch_size / self.job.train.epoch_prompts
         if rollout.policy_version >= 0:
             row["staleness"] = step - 1 - rollout.policy_version
@@ -254,33 +289,35 @@ class Run:
             begin = futures["rollout"].times.started
         assert begin is not None and end is not None, "both calls have ended"
         row["time/step_s"], self._last = end - begin, end
+        row["time/waiting_s"] = end - begin - self._worked(begin, end)
         self.first_step_at = self.first_step_at or end
         row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
-        self._written(self.metrics.write(step, row))
+        self._write(step, row)
 
-        rewards = futures["score.reward"].result().rewards if "score.reward" in futures else None
-        agreement = trained.by_row.get(AGREEMENT)  # both are [B], NaN where a sequence has none
+        report = futures["score.reward"].result() if "score.reward" in futures else None
         count = min(self.job.config.logging.samples, len(rollout.completions))
         stride = max(1, len(rollout.completions) // max(count, 1))
         split: Literal["train", "data"] = "train" if sampled else "data"
         samples = []
         for i in range(0, len(rollout.completions), stride)[:count]:
-            reward, agreed = (
-                None if values is None or np.isnan(values[i]) else float(values[i])
-                for values in (rewards, agreement)
-            )
             prompt, completion = rollout.prompts[i], rollout.completions[i]
             judges = split == "train" and completion.failure is None
+            score = None
+            try:
+                score = self.job.judge(completion.whole_text, prompt) if judges else None
+            except StopTraining as stop:
+                self._stop(stop, VERIFIER)
             sample = Sample.of(
                 prompt,
                 completion,
                 step=step,
                 split=split,
                 policy_version=rollout.policy_version,
-                score=self.job.judge(completion.whole_text, prompt) if judges else None,
-                reward=reward,
+                score=score,
+                training=_training(trained, report, i),
+                decode=partial(decode_text, self.job.tokenizer),
             )
-            samples.append(replace(sample, agreement=agreed))
+            samples.append(sample)
         if samples:
             write_samples(self.samples, samples)
             if self.trackers is not None:
@@ -293,7 +330,31 @@ class Run:
         last = self.metrics.last or {}
         lacking = {name: value for name, value in row.items() if name not in last}
         if lacking and last.get("step") == step:
+            lacking |= add_totals(last, lacking)
             self._written(self.metrics.amend(step, lacking))
+
+    def _worked(self, begin: float, end: float) -> float:
+        """Returns the seconds between these times in which a call of any role ran; forgets the
+        calls that ended by then."""
+        spans = [
+            (max(times.started, begin), min(times.finished or end, end))
+            for times in self._calls
+            if times.started is not None and times.started < end
+        ]
+        self._calls = [t for t in self._calls if t.finished is None or t.finished > end]
+        return sum(stop - start for start, stop in union(s for s in spans if s[0] < s[1]))
+
+    def _write(self, step: int, row: dict[str, float]) -> None:
+        now = time.monotonic()
+        row["time/wall_s"], self._written_at = now - self._written_at, now
+        row["total/device_s"] = self._held * row["time/wall_s"]
+        for role, times in self._unpaid:
+            if times.finished is not None:
+                name = f"total/{role}/device_s"
+                row[name] = row.get(name, 0.0) + self._devices[role] * times.seconds
+        self._unpaid = [call for call in self._unpaid if call[1].finished is None]
+        totals = add_totals(self.metrics.last or {}, row)
+        self._written(self.metrics.write(step, row | totals))
 
     def _written(self, row: Row) -> None:
         self.checkpoints.row(row)
@@ -303,31 +364,49 @@ class Run:
         self.timeline.flush()
         if row["step"] in self.profile.steps:
             self.profile.row(row)
-        if self.on_step is not None and self.step_error is None:
+        if self.on_step is not None and self.step_error is None and self.stopped is None:
             try:
                 self.on_step(dict(row))
             except Interrupted:  # a signal, and no deed of the function's
                 raise
+            except StopTraining as stop:
+                self._stop(stop, "on_step")
             except BaseException as error:  # such as SystemExit: raised again once the run is saved
                 self.step_error = error
+
+    def _stop(self, stop: StopTraining, by: str) -> None:
+        self.stopped = self.stopped or stop.from_code(by)
 
     def _batch(self, rollout: Rollout, sampled: bool, futures: Futures) -> dict[str, float]:
         """Computes the metrics of sampling, also of what is not in the batch, and of scoring, with
         the times of the calls; where nothing is sampled, the data has the completions."""
         prompts = len(np.unique(rollout.group_ids[rollout.group_ids >= 0]))
-        counts = SampleCounts.of(prompts, rollout.completions) + rollout.replaced
-        n = counts.completions
+        counts = SampleCounts.count(prompts, rollout.completions) + rollout.replaced
+        n, lengths = counts.completions, [len(one.tokens) for one in rollout.completions]
+        asked = {prompt.id: len(prompt.tokens) for prompt in rollout.prompts}
         row = {
             "policy_version": float(rollout.policy_version),
             "completions/sampled": float(n * sampled),
             "completions/trained": float(len(rollout.completions)),  # unless rewards leave some out
             "rollout/completion_tokens_mean": counts.tokens / n,
+            "rollout/completion_tokens_p90": float(np.percentile(lengths, 90)),
             "rollout/truncated_fraction": counts.truncated / n,
+            "tokens/prompts": float(sum(asked.values()) + counts.prompt_tokens),
             "tokens/generated": float(counts.generated * sampled),
             "rollout/decode_steps": float(rollout.decode_steps),
             "time/rollout_s": futures["rollout"].times.seconds,
             "time/update_s": futures["update"].times.seconds,
         }
+        by_source: dict[str, list[tuple[int, bool]]] = {}
+        for prompt, completion in zip(rollout.prompts, rollout.completions, strict=False):
+            if source := self.job.train.source_name(prompt.id):
+                of = len(completion.tokens), completion.finish_reason == "length"
+                by_source.setdefault(source, []).append(of)
+        for source, of_each in by_source.items():
+            tokens, cut = np.array(of_each).T
+            row[f"rollout/{source}/completion_tokens_mean"] = float(tokens.mean())
+            row[f"rollout/{source}/completion_tokens_p90"] = float(np.percentile(tokens, 90))
+            row[f"rollout/{source}/truncated_fraction"] = float(cut.mean())
         if self.job.config.rollout.cache_tokens is not None and sampled:
             row["rollout/sent_back"] = float(rollout.sent_back)
         for note in rollout.notes:
@@ -376,7 +455,11 @@ class Run:
             except Stopped:
                 continue
             if kind == "eval":
-                scores = judged(self.job.held_out, taken, self.job.judge)
+                try:
+                    scores = judged(self.job.held_out, taken, self.job.judge)
+                except StopTraining as stop:  # the run that resumes evaluates again
+                    self._stop(stop, VERIFIER)
+                    continue
                 evaluation = evaluation_row(self.job.held_out, taken, scores)
                 if role == "rollout":
                     row |= evaluation | {"time/evaluate_s": futures["eval.rollout"].times.seconds}
@@ -418,6 +501,25 @@ class Run:
             span = (f"write {written.step}", written.started, written.finished)
             self.timeline.span("checkpoints", *span, bytes=written.nbytes)
         return row
+
+
+def _training(trained: Trained, report: RewardReport | None, row: int) -> Training:
+    """Collects what a row was trained with."""
+
+    def known(values: np.ndarray | None) -> float | None:
+        return None if values is None or np.isnan(values[row]) else float(values[row])
+
+    advantages = trained.advantages
+    each = {} if report is None else report.per_reward
+    return Training(
+        learned=int(trained.learned[row]),
+        reward=None if report is None else known(report.rewards),
+        rewards={name: known(values) for name, values in each.items()} or None,
+        advantage=known(advantages)
+        if advantages is None or advantages.ndim == 1
+        else advantages[row],
+        agreement=known(trained.by_row.get(AGREEMENT)),
+    )
 
 
 def scorer_metrics(job: Job, plan: Plan) -> dict[str, ScorerMetrics]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.fingerprint import changes, compare
+from jaxrl.checkpoint.fingerprint import Change, allows, change_of, changes, compare, key_of
 from jaxrl.checkpoint.model_source import FINAL, chat_date_of
 from jaxrl.checkpoint.store import Checkpoint
 from jaxrl.checkpoint.writer import versions
@@ -35,7 +35,8 @@ from jaxrl.telemetry.timeline import TIMELINE_FILE
 
 SESSIONS_FILE = "sessions.jsonl"
 """A line for each start of the run whose steps are kept: the step that it began after, its mesh,
-`provenance`, and what had changed since (`resume_changed`)."""
+`provenance`, what had changed since and, where code of the user's ended it early, `stopped`: the
+step, what raised StopTraining, and its message."""
 LOCK = "lock"
 ROWS = (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE, SESSIONS_FILE)
 """What grows with the steps."""
@@ -52,8 +53,8 @@ class RunDir:
     """What was found there, for the reader."""
     depends: Mapping[str, str] = field(default_factory=dict)
     """What the run depends on -> its digest."""
-    changed: tuple[str, ...] = ()
-    """Of these, what is not what it was at the checkpoint, and `resume_changed` allows."""
+    changed: tuple[Change, ...] = ()
+    """What is not what it was at the checkpoint, keys of the config and versions too."""
     lock: Lock | None = None
 
     @property
@@ -65,6 +66,7 @@ class RunDir:
         """Writes a file in the folder: all of it is there then, or what was there before. Raises
         UserError."""
         try:
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             atomic_files.put_file(
                 self.path / name, lambda file: file.write_text(text, encoding="utf-8")
             )
@@ -93,8 +95,14 @@ class RunDir:
         kept = [one for one in sessions(self.path) if one["step"] < self.step]
         begun = {"step": self.step, "mesh": mesh, **provenance()}
         if self.changed:
-            begun["changed"] = [*self.changed]
+            begun["changed"] = [change.text for change in self.changed]
         return "".join(json.dumps(one) + "\n" for one in (*kept, begun))
+
+    def note_stop(self, step: int, by: str, message: str) -> None:
+        """Notes in `SESSIONS_FILE` that code of the user's has ended the run after `step` steps."""
+        *before, last = sessions(self.path)
+        last["stopped"] = {"step": step, "by": by, "message": message, "at": time_stamp()}
+        self.write(SESSIONS_FILE, "".join(json.dumps(one) + "\n" for one in (*before, last)))
 
     def finished(self, steps: int) -> bool:
         """Returns whether the run has been trained to its end, and exported; a full disk may have
@@ -168,6 +176,31 @@ def sessions(path: Path) -> list[JsonObject]:
         and type(one.get("step")) is int
         and isinstance(one.get("mesh"), str)
     ]
+
+
+def stop_of(used: Sequence[JsonObject]) -> JsonObject | None:
+    """Returns how code of the user's ended the newest session (`step`, `by`, `message`, `at`); None
+    where it did not, or is not told so."""
+    stopped = used[-1].get("stopped") if used else None
+    if not isinstance(stopped, dict) or type(stopped.get("step")) is not int:
+        return None
+    return {"message": "", "at": "", "by": "", **stopped}
+
+
+def stop_text(stopped: Mapping[str, object]) -> str:
+    """Returns who ended a run early, and why: `by on_step: good enough`."""
+    message = str(stopped["message"])
+    return f"by {stopped['by']}{': ' if message else ''}{message}"
+
+
+def changes_of(used: Sequence[JsonObject]) -> dict[int, list[str]]:
+    """Maps the step after which a session began to what had changed since the one before."""
+    found: dict[int, list[str]] = {}
+    for one in used:
+        changed = one.get("changed")
+        if isinstance(changed, list) and changed:
+            found[one["step"]] = [str(text) for text in changed]
+    return found
 
 
 def meshes(used: Sequence[JsonObject]) -> str:
@@ -276,6 +309,8 @@ class Lock:
             with self._file:
                 self._file.seek(0)
                 holder = self._file.read().strip() or "another process"
+            if holder == f"pid {os.getpid()} on {socket.gethostname()}":
+                holder += " (this process: `close()` ends a session)"
             raise UserError(f"run_dir={run_dir} is in use by {holder}: name another") from error
         with suppress(OSError):  # a full disk: the lock holds without a name in it
             self._file.truncate(0)
@@ -346,7 +381,7 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
     """Finds what the folder holds to resume from; no other process may use it meanwhile."""
     held = _holds_run(path)
     notes: list[str] = []
-    changed = []
+    changed: list[Change] = []
     written = _written_config(path) if held else None
     if written is not None:
         changed = compare(written, config, path)
@@ -368,23 +403,23 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
         return RunDir(path, None, tuple(notes), depends)
     manifest = checkpoint.manifest
     names = changes(manifest.digests, dict(depends))
-    allowed = config.resume_changed
-    if isinstance(allowed, tuple):  # `reward.functions` allows each of them
-        refused = [name for name in names if not name.startswith(allowed)]
-    else:
-        refused = [] if allowed else names
-    if refused:
+    for decided in [change for change in changed if change.decides]:
+        for name in [name for name in names if name.startswith(decided.decides)]:
+            names.remove(name)
+            notes.append(f"what {name} names is not compared: {decided.what} is another too")
+    if refused := [name for name in names if not allows(config, name)]:
+        keys = ",".join(sorted({key.path for name in refused if (key := key_of(name))}))
         raise UserError(
             f"run_dir={path}: what {' and '.join(refused)} names has changed since step"
             f" {checkpoint.step} of the run there; put it back, name another run_dir, or set"
-            " resume_changed=true to resume with the present contents"
+            f" resume_changed=true (or [{keys}] alone) to resume with the present contents"
         )
-    changed += [f"what {name} names" for name in names]
+    changed += [change_of(name) for name in names]
     here = versions()
     changed += [
-        f"{name} {manifest.versions[name]} there, {here[name]} now"
+        Change(name, f"{name} {manifest.versions[name]} there, {here[name]} now")
         for name in changes(manifest.versions, here)
     ]
     notes.append(f"resuming from step {checkpoint.step} of {config.steps} ({checkpoint.path})")
-    notes += [f"changed since: {line}" for line in changed]
-    return RunDir(path, checkpoint, tuple(notes), depends, tuple(names))
+    notes += [f"changed since: {change.text}" for change in changed]
+    return RunDir(path, checkpoint, tuple(notes), depends, tuple(changed))

@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from jaxrl.errors import NotFinite, RunError, UserError
+from jaxrl.errors import NotFinite, RunError, Stopped, UserError
 from jaxrl.process.child_python import look_in
 from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.gpu_memory import take_share
@@ -38,7 +38,6 @@ from jaxrl.runtime.worker import (
     LocalWorker,
     OutOfMemory,
     Phase,
-    Stopped,
     Times,
     Tracer,
     WorkerError,
@@ -59,7 +58,7 @@ class InputLost(RunError):
     held it."""
 
 
-REPORTED = (InputLost, NotFinite, UserError, OutOfMemory, WorkerError, RunError)
+REPORTED = (InputLost, Stopped, NotFinite, UserError, OutOfMemory, WorkerError, RunError)
 """Classes of the errors in a `CallReport`; subclasses come before their base classes."""
 
 
@@ -98,6 +97,8 @@ class CallReport:
     """By the clock of this process."""
     error: Exception | None
     """One of `REPORTED`; None: the call succeeded."""
+    stop: tuple[str, str] | None = None
+    """(message, what raised it) of the first StopTraining in this process, if there was one."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,10 @@ class _Worker(LocalWorker):
     has not trained on."""
 
     input_lost = False
+
+    def submit(self, call: LocalFuture) -> LocalFuture:
+        self.epoch += 1  # the driver drops what is behind a dropped call, in all processes alike
+        return super().submit(call)
 
     def _execute(self, call: LocalFuture, own: Phase) -> None:
         if self.input_lost and not call.aside:
@@ -185,7 +190,7 @@ class WorkerServer:
             name = f"{device.platform}:{hardware or device.id}"
             found.append((name, hardware or f"{os.getpid()}.{device.id}"))
         self._worker.devices = tuple(jax.local_devices())
-        self._worker.phase.name, self._worker.phase.since = "idle", time.monotonic()
+        self._worker.phase.begin("idle")
         versions = tuple((name, sys.modules[name].__version__) for name in ("jax", "numpy"))
         stacks_file = f"/proc/{os.getpid()}/fd/{self._stacks.fileno()}"
         return ProcessInfo(socket.gethostname(), os.getpid(), tuple(found), versions, stacks_file)
@@ -227,6 +232,7 @@ class WorkerServer:
             {},
             deadline=float("inf"),
             aside=request.position < 0,
+            own_error=False,  # the driver decides what it means
             worker=worker,
             then=partial(self._pack, store=self._store) if request.stores else None,
         )
@@ -265,7 +271,8 @@ class WorkerServer:
             except BaseException as failed:
                 name = f"{request.role}.{request.method}"
                 error = RunError(f"the result of {name} cannot travel: {failed}")
-        return CallReport(call.times, error), parcel
+        stop = None if worker.stop_asked is None else (str(worker.stop_asked), worker.stop_asked.by)
+        return CallReport(call.times, error, stop), parcel
 
     def _pack(self, value: object, store: Store | None) -> Parcel:
         parcel = pack(value, store)  # of the other processes only their pieces of its arrays
@@ -307,7 +314,7 @@ class WorkerServer:
             self._turn.notify_all()
 
 
-def look(pid: int, stacks_file: str) -> str:
+def examine_process(pid: int, stacks_file: str) -> str:
     """Diagnoses a process of this host that does not answer: its state in the kernel, and its
     Python stacks. A signal makes it write these even if it cannot run Python code (`faulthandler`).
     """

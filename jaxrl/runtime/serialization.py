@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.sharding.reshard import Box, Piece, Shards, held_pieces
+from jaxrl.sharding.reshard import Box, Piece, Shards, local_pieces
 
 BUCKET_BYTES = 64 << 20
 """Pieces travel together up to this size, so that a receiver fetches little that it does not need
@@ -66,7 +66,7 @@ def pack(value: object, store: Store | None = None) -> Parcel:
     pickler = _Pickler(file, protocol=5, buffer_callback=buffers.append)
     pickler.arrays, pickler.left_out = [], {}
     pickler.dump(value)
-    held = [held_pieces(array) for array in pickler.arrays]
+    held = [local_pieces(array) for array in pickler.arrays]
     waiting = deque(piece for pieces in held for _, piece in pieces)
     sent: list[Sent] = []
     buckets: list[object] = []

@@ -20,7 +20,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
@@ -28,11 +28,11 @@ from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 import jax
 from jax.profiler import StepTraceAnnotation, TraceAnnotation
 
-from jaxrl.errors import RunError, UserError
+from jaxrl.errors import RunError, Stopped, StopTraining, UserError
+from jaxrl.process.awake_clock import awake_clock
 from jaxrl.process.compilations import Compilations, compilations, compiling
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.waiting import Waited
-from jaxrl.process.wall_clock import wall_clock
 from jaxrl.sharding.ledger import Ledger, Move, use
 from jaxrl.sharding.targets import Ceilings, ceilings_of
 
@@ -56,10 +56,6 @@ class OutOfMemory(WorkerError):
     """A device ran out of memory. The message begins with the role and what it was doing."""
 
 
-class Stopped(RunError):
-    """The run is ending and has dropped this call; raised where its value is asked for."""
-
-
 class RunLost(RunError):
     """State was lost that cannot be recomputed from seeds; the run restarts from its newest
     checkpoint."""
@@ -73,6 +69,9 @@ class Phase:
     since: float = field(default_factory=time.monotonic)
     detail: str = ""
     """Progress within the phase."""
+
+    def begin(self, name: str) -> None:
+        self.name, self.since = name, time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -101,44 +100,64 @@ class WorkerState:
     waits: tuple[Waited, ...] = ()
     """What a process of its own waits for."""
 
+    @property
+    def where(self) -> str:
+        return f"worker {self.name} ({self.host}{f', pid {self.pid}' * (self.pid > 0)})"
 
-_here = threading.local()
+    def diagnosis(self, memory: str, stack: str, silent: str = "") -> str:
+        """Tells what the worker does, for the error of a missed deadline."""
+        compiling = f"compiling {self.compiling}" if self.compiling else ""
+        doing = "".join(f", {text}" for text in (self.detail, compiling) if text)
+        return (
+            f"{self.where} in phase '{self.phase}' for {time.monotonic() - self.since:.1f} s"
+            f"{doing}{silent}\ndevice memory: {memory}\nstack of the worker:\n{stack}"
+        )
+
+
+class _Here(threading.local):
+    """What this thread does for a worker; nothing, where it is of none."""
+
+    phase: Phase | None = None
+    stopping: threading.Event | None = None
+    worker: LocalWorker | None = None
+
+
+here = _Here()
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Sets what the current worker does in this block, for the error of a missed deadline and for
     a trace."""
-    worker_phase: Phase | None = getattr(_here, "phase", None)
-    if worker_phase is None:
+    now = here.phase
+    if now is None:
         yield
         return
-    outer = Phase(worker_phase.name, worker_phase.since)
-    worker_phase.name, worker_phase.since = f"{outer.name}: {name}", time.monotonic()
+    outer = now.name, now.since
+    now.begin(f"{now.name}: {name}")
     try:
         with TraceAnnotation(name):  # costs a microsecond where no trace is written
             yield
     finally:
-        worker_phase.name, worker_phase.since = outer.name, outer.since
-        worker_phase.detail = ""
+        (now.name, now.since), now.detail = outer, ""
 
 
 def detail(text: str) -> None:
     """Sets the progress within the current phase, which the error of a missed deadline shows."""
-    worker_phase: Phase | None = getattr(_here, "phase", None)
-    if worker_phase is not None:
-        worker_phase.detail = text
+    if here.phase is not None:
+        here.phase.detail = text
 
 
 def stopping() -> bool:
     """Returns whether the run is over: what the current worker does is no longer needed."""
-    asked: Callable[[], bool] | None = getattr(_here, "stopping", None)
-    return asked is not None and asked()
+    return here.stopping is not None and here.stopping.is_set()
 
 
-def enter(worker_phase: Phase, asked_to_stop: Callable[[], bool]) -> None:
-    """Makes `phase`, `detail` and `stopping` of this thread those of a worker."""
-    _here.phase, _here.stopping = worker_phase, asked_to_stop
+def ask_to_stop(stop: StopTraining) -> None:
+    """Has the run end early, from within a call that ends as any other."""
+    if here.worker is None:
+        raise stop
+    here.worker.stop_asked = here.worker.stop_asked or stop
 
 
 @dataclass
@@ -201,6 +220,9 @@ class Future(ABC, Generic[T_co]):
     """Seconds that the call itself may take, from its start."""
     aside: bool
     """Runs on a thread of its own, not in the order of the worker's queue."""
+    own_error: bool
+    """An error of the call is the caller's alone: the workers take further calls. That of any other
+    call ends the run, except where it runs aside."""
     times: Times = field(default_factory=Times, init=False)
     _done: threading.Event = field(default_factory=threading.Event, init=False)
     _error: BaseException | None = field(default=None, init=False)
@@ -209,6 +231,11 @@ class Future(ABC, Generic[T_co]):
     def done(self) -> bool:
         """Returns whether the call has ended, with a value or an error."""
         return self._done.is_set()
+
+    def dropped(self) -> bool:
+        """Returns whether the call has ended without having run, or at the wish of the user's code:
+        its value raises Stopped."""
+        return self.done() and isinstance(self._error, Stopped)
 
     def wait(self, seconds: float) -> bool:
         """Waits for the end of the call for at most `seconds`. Returns whether it has ended."""
@@ -240,6 +267,11 @@ class Future(ABC, Generic[T_co]):
         value: T_co = self._value
         return value
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error that the call ended with; None if it has a value, or has not ended."""
+        return self._error
+
     def inputs(self) -> list[Self]:
         """Returns the futures among its arguments, also those inside lists and dicts."""
         leaves: list[object] = []
@@ -267,7 +299,13 @@ class Handle(Protocol):
     def role(self) -> str: ...
 
     def call(
-        self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
+        self,
+        method: str,
+        *args: object,
+        deadline: float,
+        aside: bool = False,
+        own_error: bool = False,
+        **kwargs: object,
     ) -> Future[Any]:
         """Queues the call. The worker resolves futures among the arguments, also those inside lists
         and dicts, just before it runs the call.
@@ -275,6 +313,7 @@ class Handle(Protocol):
         Args:
             deadline: seconds that the call may take, from its start.
             aside: run the call on a thread of its own, outside the order of the queue.
+            own_error: its error ends neither the run nor other calls.
         """
         ...
 
@@ -291,6 +330,17 @@ class WorkerGroup(Protocol):
     def ending(self) -> str | None:
         """Why the workers will soon end, so that the run must save and end too; None if they will
         not."""
+        ...
+
+    @property
+    def stop_asked(self) -> StopTraining | None:
+        """What code of the user's raised in a call to end the run early, if any did. That call is
+        dropped (its value raises Stopped), with the calls that need its value, and those behind any
+        of these in the order of their worker."""
+        ...
+
+    def settle(self) -> None:
+        """Notes that the caller knows of the end: calls from here on are dropped no more."""
         ...
 
     def states(self) -> list[WorkerState]: ...
@@ -392,6 +442,8 @@ class LocalFuture(Future[Any]):
     """The worker's once it runs, its own where it runs aside."""
     thread: threading.Thread | None = field(default=None, init=False)
     """Which runs it."""
+    epoch: int = field(default=0, init=False)
+    """As of its worker when it was queued."""
     _once: bool = field(default=False, init=False)
     _turn: threading.RLock = field(default_factory=threading.RLock, init=False)
     """Held by who decides whether the call begins, or ends."""
@@ -456,6 +508,13 @@ class LocalWorker:
         self.worker_group.append(self)
         self.failure: BaseException | None = None
         """What made a call fail, the first time."""
+        self.stop_asked: StopTraining | None = None
+        """What a call raised to end the run, the first time."""
+        self.epoch = 0
+        """How often `settle` was called: a dropped call takes those of its epoch with it that are
+        behind it, since they count on what it would have done."""
+        self._dropped = -1
+        """Epoch of the last dropped call of the queue."""
         self.devices = devices
         self.phase = Phase()
         self.ledger = Ledger(announce=phase)
@@ -463,9 +522,11 @@ class LocalWorker:
         self._tracer = Tracer() if tracer is None else tracer
         self._stopping = threading.Event()
         self._roles: dict[str, object] = {}
+        self._lazy: dict[str, Callable[[], object]] = {}
+        """What makes those that are not there yet."""
         self._protocols: dict[str, type | None] = {}
         self._calls: queue.SimpleQueue[LocalFuture | None] = queue.SimpleQueue()
-        self.clock = wall_clock()  # looked at before the first call begins
+        self.clock = awake_clock()  # looked at before the first call begins
         self.thread = threading.Thread(target=self._run, name=f"worker:{name}", daemon=True)
         self.thread.start()
 
@@ -491,9 +552,10 @@ class LocalWorker:
 
     def submit(self, call: LocalFuture) -> LocalFuture:
         """Queues a call, or runs it on a thread of its own."""
+        call.epoch = self.epoch
         if call.aside:
-            name, own = f"aside:{self.name}", Phase()
-            threading.Thread(target=self._execute, args=(call, own), name=name, daemon=True).start()
+            name, args = f"aside:{self.name}", (call, Phase())
+            threading.Thread(target=self._execute, args=args, name=name, daemon=True).start()
         else:
             self._calls.put(call)
         return call
@@ -503,27 +565,29 @@ class LocalWorker:
         while (call := self._calls.get()) is not None:
             if self._stopping.is_set():
                 call.finish(error=Stopped("the run is over"))
+            elif call.epoch <= self._dropped:
+                call.finish(error=Stopped("the run ends, and a call before this one was dropped"))
             elif not call.done():  # else it was cancelled
                 self.running = call
                 self._execute(call, self.phase)
                 self.running = None
             del call  # a worker that waits keeps no call alive
-            self.phase.name, self.phase.since = "idle", time.monotonic()
+            self.phase.begin("idle")
         for role in self._roles.values():
             if hasattr(role, "close"):  # it has processes of its own
                 role.close()
 
     def _execute(self, call: LocalFuture, own: Phase) -> None:
         """Runs one call; `own` is the worker's phase or, where it runs aside, its own."""
-        enter(own, self._stopping.is_set)
+        here.phase, here.stopping, here.worker = own, self._stopping, self
         call.phase, call.thread = own, threading.current_thread()
         name = f"{call.role}.{call.method}"
         try:
-            own.name, own.since = f"{name}: waiting for arguments", time.monotonic()
+            own.begin(f"{name}: waiting for arguments")
             value_of = functools.partial(self._value, call)
             args = [map_leaves(arg, value_of) for arg in call.args]
             kwargs = {key: map_leaves(arg, value_of) for key, arg in call.kwargs.items()}
-            own.name, own.since = name, time.monotonic()
+            own.begin(name)
             with call._turn:
                 if call.done():  # cancelled meanwhile
                     return
@@ -536,13 +600,15 @@ class LocalWorker:
                 value = self._tracer.arrive(folder, dtype, self.devices)
             elif call.method == "start":
                 make, lazy, self._protocols[call.role] = args
-                self._roles[call.role] = Lazy(make) if lazy else self._make(call.role, make)
+                self._lazy[call.role] = make
+                if not lazy:
+                    self._make(call.role)
             else:
-                role, protocol = self._roles[call.role], self._protocols[call.role]
-                if isinstance(role, Lazy):
+                protocol = self._protocols[call.role]
+                if call.role in self._lazy:
                     began = time.monotonic()
                     with phase("made on first use"):
-                        role = self._roles[call.role] = self._make(call.role, role.make)
+                        self._make(call.role)
                     call.times.made_s = time.monotonic() - began
                     self.ledger.enter(name)  # now that it says what it needs
                 if protocol is not None and call.method not in (named := methods_of(protocol)):
@@ -554,11 +620,16 @@ class LocalWorker:
                 shown = {} if step is None else {"step_num": step}
                 # What a trace shows of the call; a microsecond where none is written.
                 with (StepTraceAnnotation if shown else TraceAnnotation)(name, **shown):
-                    value = getattr(role, call.method)(*args, **kwargs)
+                    value = getattr(self._roles[call.role], call.method)(*args, **kwargs)
             value = value if call.then is None else call.then(value)
             if not call.aside:
                 call.times.moves = self.ledger.take_moves()
             call.finish(value)
+        except StopTraining as stop:
+            self.stop_asked = self.stop_asked or stop.from_code(name)
+            self._drop(call, Stopped(f"{stop.by} raised StopTraining: {stop}"))
+        except Stopped as error:
+            self._drop(call, error)
         except (UserError, RunError) as error:  # says all there is to say
             self._fail(call, error)
         except BaseException as error:
@@ -572,17 +643,23 @@ class LocalWorker:
         finally:
             call.args, call.kwargs = (), {}  # a finished call keeps no arrays alive
 
-    def _make(self, name: str, make: Callable[[], object]) -> object:
-        role = make()
+    def _make(self, name: str) -> None:
+        role = self._lazy[name]()
         for method in methods_of(self._protocols[name]):
             if not callable(getattr(role, method, None)):
                 raise RunError(f"{name}: {type(role).__name__} lacks the method {method}")
-        return role
+        self._roles[name] = role
+        del self._lazy[name]
+
+    def _drop(self, call: LocalFuture, error: Stopped) -> None:
+        if not (call.aside or call.done()):
+            self._dropped = max(self._dropped, call.epoch)
+        call.finish(error=error)
 
     def _fail(self, call: LocalFuture, error: BaseException) -> None:
         if call.done():  # cancelled while it waited for its arguments
             return
-        if not call.aside:  # who asked for something beside the queue decides what it means
+        if not (call.aside or call.own_error):  # else who asked decides what it means
             self.failure = self.failure or error
         call.finish(error=error)
 
@@ -608,7 +685,7 @@ class LocalWorker:
             self.name,
             socket.gethostname(),
             os.getpid(),
-            tuple(self._roles),
+            (*self._roles, *self._lazy),
             tuple(f"{device.platform}:{device.id}" for device in self.devices),
             self.phase.name,
             self.phase.detail,
@@ -625,15 +702,14 @@ class LocalWorker:
     def diagnosis(self, call: LocalFuture) -> str:
         """Tells what the thread of a call does, for the error of a missed deadline."""
         doing, thread = call.phase, call.thread or self.thread
-        in_phase = time.monotonic() - doing.since
-        reported = f", {doing.detail}" if doing.detail else ""
-        reported += f", compiling {program}" if (program := compiling(thread.ident)) else ""
-        return (
-            f"worker {self.name} ({socket.gethostname()}, pid {os.getpid()}) "
-            f"in phase '{doing.name}' for {in_phase:.1f} s{reported}\n"
-            f"device memory: {device_memory(self.devices)}\n"
-            f"stack of the worker:\n{self.stack(thread)}"
+        state = replace(
+            self.state(),
+            phase=doing.name,
+            detail=doing.detail,
+            since=doing.since,
+            compiling=compiling(thread.ident),
         )
+        return state.diagnosis(device_memory(self.devices), self.stack(thread))
 
     def peak(self) -> int | None:
         """Returns the most bytes that one of its devices has held; None where nobody has counted
@@ -653,13 +729,6 @@ class LocalWorker:
 
 
 @dataclass(frozen=True)
-class Lazy:
-    """A role that nobody has called yet."""
-
-    make: Callable[[], object]
-
-
-@dataclass(frozen=True)
 class LocalHandle:
     """A role of a `LocalWorker`, as the loop sees it."""
 
@@ -667,11 +736,16 @@ class LocalHandle:
     role: str
 
     def call(
-        self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
+        self,
+        method: str,
+        *args: object,
+        deadline: float,
+        aside: bool = False,
+        own_error: bool = False,
+        **kwargs: object,
     ) -> LocalFuture:
-        return self.worker.submit(
-            LocalFuture(self.role, method, args, kwargs, deadline, aside, self.worker)
-        )
+        what = self.role, method, args, kwargs, deadline, aside, own_error
+        return self.worker.submit(LocalFuture(*what, self.worker))
 
 
 class LocalWorkerGroup:
@@ -706,6 +780,14 @@ class LocalWorkerGroup:
     @property
     def roles(self) -> tuple[str, ...]:
         return tuple(self._handles)
+
+    @property
+    def stop_asked(self) -> StopTraining | None:
+        return next((w.stop_asked for w in self.workers if w.stop_asked is not None), None)
+
+    def settle(self) -> None:
+        for worker in self.workers:
+            worker.epoch += 1
 
     def handle(self, role: str) -> LocalHandle:
         return self._handles[role]
@@ -756,7 +838,7 @@ def stop_all(workers: Sequence[LocalWorker], timeout: float) -> bool:
 
 def done_future(value: T) -> Future[T]:
     """Makes a future that holds `value` already."""
-    future = LocalFuture("driver", "value", (), {}, 0.0, False, worker=None)
+    future = LocalFuture("driver", "value", (), {}, 0.0, False, False, worker=None)
     future.times.started = time.monotonic()
     future.finish(value)
     return future

@@ -19,7 +19,7 @@ from jax.stages import Wrapped
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Cache, Shared, SlotTokens
-from jaxrl.models.delta import Recurrent, nothing_read
+from jaxrl.models.delta import Recurrent, initial_state
 from jaxrl.models.experts import Routed
 from jaxrl.models.kernels import GPU, OLDEST, Target
 from jaxrl.models.layers import by_rows
@@ -65,10 +65,10 @@ def new_cache(
     cache: Cache = []
     for i in range(config.n_layers):
         kind = config.kinds[i % config.cycle]
-        one = config.of(kind)
-        shape = (slots, one.n_kv_heads, length, one.head_dim)
+        layer = config.layer_of(kind)
+        shape = (slots, layer.n_kv_heads, length, layer.head_dim)
         if kind.recurs:
-            cache.append(nothing_read(config.delta, slots, dtype))
+            cache.append(initial_state(config.delta, slots, dtype))
         else:
             cache.append(() if kind.borrows else (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
     return _constrain(mesh, cache)
@@ -146,7 +146,7 @@ def extend_slots(
         prompts: those that slots share.
         tokens: [X*b, W]; the keys and values of what a shorter row has beyond its tokens are
             overwritten when its slot gets there, and read by none before that.
-        starts: [X*b] int32, as of `decoder.extend`.
+        starts: [X*b] int32, as in `decoder.extend`.
         slots: [X*b] int32: each device's b slots, counted among its own; a row that is none has a
             number beyond the last.
         rows: [X*b] int32: the row of each slot's prompt, counted likewise.
@@ -187,8 +187,8 @@ def prefill_prompts(
     mask = jnp.arange(tokens.shape[1])[None] < read[:, None]
     routed: list[Routed] = []
     _, cache = decoder.prefill(config, params, tokens, mask, mesh=mesh, routed=routed)
-    chosen = _recorded(config, routed) if record else None
-    return _constrain(mesh, cache), _readable(chosen, mesh)
+    chosen = _recorded_experts(config, routed) if record else None
+    return _constrain(mesh, cache), _replicate_for_host(chosen, mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
@@ -203,12 +203,12 @@ def insert(
         source: [B] int32: rows of `prompts`, counted among the device's own.
     """
 
-    def copy(source: jax.Array, ours: jax.Array, theirs: jax.Array) -> jax.Array:
-        width = min(ours.shape[POSITIONS], theirs.shape[POSITIONS])
-        new = jnp.take(theirs[..., :width, :], jnp.maximum(source, 0), BATCH)
+    def copy(source: jax.Array, cached: jax.Array, prefilled: jax.Array) -> jax.Array:
+        width = min(cached.shape[POSITIONS], prefilled.shape[POSITIONS])
+        new = jnp.take(prefilled[..., :width, :], jnp.maximum(source, 0), BATCH)
         filled = (source >= 0)[:, None, None, None]
-        new = jnp.where(filled, new.astype(ours.dtype), ours[..., :width, :])
-        return ours.at[..., :width, :].set(new)
+        new = jnp.where(filled, new.astype(cached.dtype), cached[..., :width, :])
+        return cached.at[..., :width, :].set(new)
 
     return _on_each_device(
         lambda cache, prompts, source: jax.tree.map(partial(copy, source), cache, prompts),
@@ -217,7 +217,7 @@ def insert(
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "prompts"))
-def insert_again(
+def insert_recomputed(
     config: DecoderConfig,
     mesh: Mesh | None,
     cache: Cache,
@@ -248,18 +248,18 @@ def insert_again(
         def place(at: jax.Array, count: int) -> jax.Array:
             return jnp.where(at >= 0, at, count)  # beyond the last: dropped
 
-        def to_row(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            width = min(ours.shape[POSITIONS], theirs.shape[POSITIONS])
-            at = place(rows, len(ours))
-            return ours.at[at, :, :width].set(theirs[:, :, :width], mode="drop")
+        def to_row(cached: jax.Array, prefilled: jax.Array) -> jax.Array:
+            width = min(cached.shape[POSITIONS], prefilled.shape[POSITIONS])
+            at = place(rows, len(cached))
+            return cached.at[at, :, :width].set(prefilled[:, :, :width], mode="drop")
 
-        def to_pages(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            _, heads, size, dim = ours.shape
+        def to_pages(cached: jax.Array, prefilled: jax.Array) -> jax.Array:
+            _, heads, size, dim = cached.shape
             span = pages.shape[1] * size
-            theirs = jnp.pad(theirs[0], [(0, 0), (0, span), (0, 0)])
-            new = jax.lax.dynamic_slice_in_dim(theirs, starts[0], span, 1)
+            prefilled = jnp.pad(prefilled[0], [(0, 0), (0, span), (0, 0)])
+            new = jax.lax.dynamic_slice_in_dim(prefilled, starts[0], span, 1)
             new = jnp.swapaxes(new.reshape(heads, -1, size, dim), 0, 1)
-            return ours.at[place(pages[0], len(ours))].set(new, mode="drop")
+            return cached.at[place(pages[0], len(cached))].set(new, mode="drop")
 
         return jax.tree.map(to_pages, cache, read), jax.tree.map(to_row, prompts, read)
 
@@ -343,10 +343,10 @@ def launch(
         ended = by_rows(active & ends, mesh)
         limits = jnp.where(ended, counts, limits)
         state = tuple(by_rows(x, mesh) for x in (tokens, positions + active, counts, limits))
-        found = {"drawn": jnp.where(active[:, None], drawn, IDLE)}
+        row = {"drawn": jnp.where(active[:, None], drawn, IDLE)}
         if record:
-            found["experts"] = by_rows(_recorded(config, routed)[:, 0], mesh)
-        return (cache, state), found
+            row["experts"] = by_rows(_recorded_experts(config, routed)[:, 0], mesh)
+        return (cache, state), row
 
     def unfinished(carry: Tree) -> jax.Array:
         done, _, (_, _, counts, limits), _ = carry
@@ -362,7 +362,7 @@ def launch(
 
     start = (jnp.int32(0), cache, state, out)
     _, cache, _, out = jax.lax.while_loop(unfinished, steps, start)
-    out = {name: _readable(jnp.swapaxes(x, 0, 1), mesh) for name, x in out.items()}
+    out = {name: _replicate_for_host(jnp.swapaxes(x, 0, 1), mesh) for name, x in out.items()}
     return _constrain(mesh, cache), out["drawn"], out.get("experts")
 
 
@@ -423,13 +423,13 @@ def _begin_states(mesh: Mesh | None, cache: Cache, shared: Shared, fresh: jax.Ar
     return _on_each_device(local, mesh, caches, shared.seats.places, fresh)
 
 
-def _recorded(config: DecoderConfig, routed: list[Routed]) -> jax.Array:
+def _recorded_experts(config: DecoderConfig, routed: list[Routed]) -> jax.Array:
     """Returns the experts [B, T, L, k] of tokens [B, T]."""
     assert config.experts is not None
     return jnp.moveaxis(routed[0].ids, 0, 2).astype(config.experts.id_dtype)
 
 
-def _readable(x: Array, mesh: Mesh | None) -> Array:
+def _replicate_for_host(x: Array, mesh: Mesh | None) -> Array:
     """Returns an array that the host of each process can read, or None: whole on every device where
     there are several processes. Within one, a collective behind a launch's loop would only keep the
     program out of the compile cache (`process.compile_cache`)."""

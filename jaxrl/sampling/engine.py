@@ -23,6 +23,7 @@ launch are replicated to all processes, so that all make the same decisions.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack
@@ -47,7 +48,12 @@ from jaxrl.models.shared_prompts import PAGE, why_not_paged
 from jaxrl.process.compilations import compilations
 from jaxrl.process.waiting import waiting
 from jaxrl.sampling import decode
-from jaxrl.sampling.partial_completion import PartialCompletion, Partner, find_stop, until_stop
+from jaxrl.sampling.partial_completion import (
+    PartialCompletion,
+    SampleRequest,
+    find_stop,
+    until_stop,
+)
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.slots import PagePool, PromptRows, Slots, pages_of, pool_pages
 from jaxrl.sharding.axes import row_shards
@@ -87,10 +93,10 @@ class EngineStats:
     launches: int = 0
     prefill_rows: int = 0
     """Prompts prefilled, without padding rows; counted in each data shard that has samples."""
-    sent_back: int = 0
+    preemptions: int = 0
     """Preemptions: how often a sample lost its slot because the cache had no page left."""
-    read_again: int = 0
-    """SlotTokens of preempted samples, and of their prompts, that were prefilled a second time."""
+    recomputed: int = 0
+    """Tokens of preempted samples, and of their prompts, that were prefilled a second time."""
     generated_tokens: int = 0
     """Sampled tokens, without those after a stop string."""
     slots: int = 0
@@ -99,7 +105,7 @@ class EngineStats:
     decode_seconds: float = 0.0
     """Time for launches, until their tokens are on the host."""
     steady_tokens: int = 0
-    """SlotTokens of the launches during which nothing was compiled: the speed of decoding alone is
+    """Tokens of the launches during which nothing was compiled: the speed of decoding alone is
     theirs."""
     steady_seconds: float = 0.0
     """Time for those launches."""
@@ -139,17 +145,13 @@ class Engine:
             max_prompt_tokens, max_new_tokens: their sum limits the length of the KV cache, which
                 grows as far as the sequences need.
             launch_tokens: most decode steps in one launch.
-            episodes: completions are episodes (`partner` of `generate`).
+            episodes: completions may be episodes (`SampleRequest.environment`).
             cache_tokens: positions of completions that a device of each data shard holds, in pages
                 (`sampling.slots`). None: every slot has as many as the longest completion.
             tokenizer: decodes tokens to text, also to find stop strings.
             ledger: records the memory of cache and programs.
         """
-        sizes = {"slots": slots, "max_prompt_tokens": max_prompt_tokens}
-        sizes |= {"max_new_tokens": max_new_tokens, "launch_tokens": launch_tokens}
-        for name, size in sizes.items():
-            if size < 1:
-                raise UserError(f"{name}={size}: must be at least 1")
+        assert min(slots, max_prompt_tokens, max_new_tokens, launch_tokens) > 0
         if max_prompt_tokens + max_new_tokens > config.max_positions:
             raise UserError(
                 f"max_prompt_tokens={max_prompt_tokens} + max_new_tokens={max_new_tokens} exceeds "
@@ -175,11 +177,7 @@ class Engine:
         self.pages: int | None = None
         """Pages in the pool of each data shard; None: there is none."""
         if cache_tokens is not None:
-            if cache_tokens < max_new_tokens:
-                raise UserError(
-                    f"cache_tokens={cache_tokens} does not hold one completion of"
-                    f" max_new_tokens={max_new_tokens}; raise it to that at least"
-                )
+            assert cache_tokens >= max_new_tokens, "the oldest sample always goes on"
             self.pages = pool_pages(cache_tokens, self.slots // self.row_shards, max_new_tokens)
         on_cpu = target.platform == "cpu"  # where a launch takes much longer than the search
         self.search_beside = not on_cpu
@@ -196,54 +194,59 @@ class Engine:
     def generate(
         self,
         params: Params,
-        prompts: Sequence[Sequence[int]],
+        requests: Sequence[SampleRequest],
         *,
-        n: int,
-        sampling: SamplingParams,
-        seed: int,
-        step: int = 0,
-        attempt: int = 0,
-        prompt_ids: Sequence[int] | None = None,
-        limits: Sequence[Sequence[int]] | None = None,
         record_experts: bool = False,
-        partner: Partner | None = None,
-        turn_tokens: int | None = None,
         abort: Callable[[], bool] | None = None,
         on_tokens: Callable[[int, int], None] | None = None,
-    ) -> list[list[Completion]]:
-        """Samples n completions of each prompt.
+    ) -> list[Completion]:
+        """Samples the completion of each request; the first requests get slots first.
 
         Args:
             params: on the mesh, unstacked.
-            prompts: token ids.
-            seed, step, attempt: parts of the random key of every token.
-            prompt_ids: part of that key too, modulo 2^31. None: the index in `prompts`.
-            limits: [len(prompts)][n] most tokens of each completion. None: `max_new_tokens`.
+            requests: with the same sampling, seed, step and attempt, which all slots of a launch
+                share.
             record_experts: of a mixture, set `Completion.experts`.
-            partner: the environments of these prompts; each completion is then an episode. For an
-                engine that was made for `episodes`.
-            turn_tokens: most tokens of one turn of an episode. None: those of the completion.
             abort: called between launches; if it returns True, `Aborted` is raised.
             on_tokens: called after each launch with the number of tokens decoded and of completions
                 finished so far.
 
-        Returns:
-            [len(prompts)][n] completions, in the order of `prompts` and samples.
-
         Raises:
-            UserError: a prompt or `sampling` does not fit the engine.
+            UserError: a prompt or its sampling does not fit the engine.
             Aborted: `abort` returned True.
         """
         started = time.perf_counter()
-        if n < 1:
-            raise UserError(f"n={n}: must be at least 1")
-        if prompt_ids is not None and len(prompt_ids) != len(prompts):
-            raise UserError(f"{len(prompt_ids)} prompt_ids for {len(prompts)} prompts")
-        if sampling.max_new_tokens > self.max_new_tokens:
-            raise UserError(
-                f"max_new_tokens={sampling.max_new_tokens} exceeds the {self.max_new_tokens} "
-                "that the engine was made for"
-            )
+        self.stats = EngineStats(slots=self.slots)
+        if not requests:
+            return []
+        firsts: list[SampleRequest] = []  # of each prompt
+        samples: list[PartialCompletion] = []
+        for i, request in enumerate(requests):
+            if (
+                not firsts
+                or firsts[-1].prompt is not request.prompt
+                or firsts[-1].key.prompt != request.key.prompt
+            ):
+                firsts.append(request)
+            samples.append(PartialCompletion(i, len(firsts) - 1, request))
+        prompts = [request.prompt for request in firsts]
+        self._check(params, requests, prompts)
+        _Generation(self, params, prompts, samples, record_experts).run(abort, on_tokens)
+        done = [sample.completion() for sample in samples]
+        self.stats.generated_tokens = sum(int(c.sampled.sum()) for c in done)
+        self.stats.seconds = time.perf_counter() - started
+        return done
+
+    def _check(
+        self, params: Params, requests: Sequence[SampleRequest], prompts: Sequence[Sequence[int]]
+    ) -> None:
+        """Raises UserError where a request, or one of their prompts, does not fit the engine."""
+        sampling, key = requests[0].sampling, requests[0].key
+        for request in requests:
+            assert (request.sampling, *request.key[:3]) == (sampling, *key[:3])
+            assert 0 < request.max_tokens <= sampling.max_new_tokens
+            assert request.environment is None or self.episodes
+        assert sampling.max_new_tokens <= self.max_new_tokens
         if sampling.stop and self.tokenizer is None:
             raise UserError(f"stop={sampling.stop!r} needs a tokenizer; end on eos_ids instead")
         for i, prompt in enumerate(prompts):
@@ -265,31 +268,6 @@ class Engine:
                     f"rollout.cache_tokens needs completions in pages, and here {why}; set it to"
                     " null"
                 )
-        self.stats = EngineStats(slots=self.slots)
-        ids = range(len(prompts)) if prompt_ids is None else prompt_ids
-        if limits is None:
-            limits = [[sampling.max_new_tokens] * n] * len(prompts)
-        assert all(0 < x <= sampling.max_new_tokens for row in limits for x in row)
-        samples = [
-            PartialCompletion(
-                index,
-                ids[index] % 2**31,
-                sample,
-                limits[index][sample],
-                turn_tokens or limits[index][sample],
-            )
-            for index in range(len(prompts))
-            for sample in range(n)
-        ]
-        if samples:
-            knobs = sampling_arrays(sampling, seed, step, attempt)
-            _Generation(
-                self, params, prompts, n, sampling, knobs, samples, partner, record_experts
-            ).run(abort, on_tokens)
-        done = [sample.completion() for sample in samples]
-        self.stats.generated_tokens = sum(int(c.sampled.sum()) for c in done)
-        self.stats.seconds = time.perf_counter() - started
-        return [done[i * n : (i + 1) * n] for i in range(len(prompts))]
 
     def cache_length(self, reach: int, slots: int) -> int:
         """Returns the positions of each slot when completions reach `reach` positions in `slots`
@@ -327,34 +305,33 @@ class _Generation:
         engine: Engine,
         params: Params,
         prompts: Sequence[Sequence[int]],
-        n: int,
-        sampling: SamplingParams,
-        knobs: SamplingArrays,
-        samples: list[PartialCompletion],
-        partner: Partner | None,
+        samples: Sequence[PartialCompletion],
         record: bool,
     ):
-        self.engine, self.prompts, self.partner, self.record = engine, prompts, partner, record
-        self.sampling, self.stats, self.ledger = sampling, engine.stats, engine.ledger
+        self.engine, self.prompts, self.record = engine, prompts, record
+        self.stats, self.ledger = engine.stats, engine.ledger
+        self.episodes = any(sample.request.environment for sample in samples)
         mesh, shards = engine.mesh, engine.row_shards
-        self.knobs = knobs
+        request = samples[0].request
+        self.sampling: SamplingParams = request.sampling
+        self.knobs: SamplingArrays = sampling_arrays(self.sampling, *request.key[:3])
         if mesh is not None:
-            self.knobs = put(knobs, NamedSharding(mesh, PartitionSpec()))
+            self.knobs = put(self.knobs, NamedSharding(mesh, PartitionSpec()))
         self.on, self.params = (engine.config, mesh), params
         self.prompt_cache: Cache = []
-        """Of the rows that slots share."""
+        """The cache of the prompts, in rows that slots share."""
         self.cache: Cache = []
-        """Of a row for each slot or, where there is a pool, for each page."""
+        """The cache of what follows prompts: a row for each slot, or for each page of a pool."""
         self.pool = None if engine.pages is None else PagePool(shards, engine.pages)
         self.slots = Slots(samples, engine.slots, shards, engine.launch_tokens, self.pool)
         # The rows of episodes' prompts are all there from the start: so are the shapes of programs.
-        sizes = shards, engine.slots // shards, n, len(prompts)
-        self.rows = PromptRows(*sizes, fixed=engine.episodes)
+        per_shard, n = engine.slots // shards, max(Counter(x.prompt for x in samples).values())
+        self.rows = PromptRows(shards, per_shard, n, len(prompts), fixed=engine.episodes)
         self.prompt_keys = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
-        """Of each prompt: the keys that its slots read, all but that of the last token, which they
-        read first, so that the next one is drawn by the same program as all others."""
+        """Number of keys of each prompt that its slots read: all but that of the last token, which
+        they read first, so that the next one is drawn by the same program as all others."""
         self.width = engine.prompt_width(max(map(len, prompts)))
-        self.prefill_batch = prefill_batch(sizes[1], len(prompts), n, self.width)
+        self.prefill_batch = prefill_batch(per_shard, len(prompts), n, self.width)
         self.prompt_experts: dict[int, np.ndarray] = {}
         """[len(prompt) - 1, L, k] of the prompts whose samples are being seated, where experts are
         recorded."""
@@ -379,12 +356,12 @@ class _Generation:
                     if slots.is_short_of_pages():
                         # A stop string may have ended a sample, whose pages are then free.
                         self._find_ends()
-                    self.stats.sent_back += slots.give_pages()
+                    self.stats.preemptions += slots.allocate_pages()
                 self._refill()
-                if self.partner is not None:
+                if self.episodes:
                     self._resume()
                 if not slots.queue:
-                    self.ledger.nearly_done()
+                    self.ledger.prefetch_next()
                 if (slots.table[:, decode.COUNT] < slots.table[:, decode.LIMIT]).any():
                     idle.close()
                     waits = False
@@ -409,7 +386,7 @@ class _Generation:
                 self._free(sample)
             self.cache, self.prompt_cache = [], []
             self.ledger.drop(CACHE)
-        self.ledger.nearly_done()
+        self.ledger.prefetch_next()
 
     def _refill(self) -> None:
         """Puts waiting samples into free slots, and their prompts into rows of the same shards."""
@@ -417,8 +394,8 @@ class _Generation:
         slots, shards = self.slots, self.engine.row_shards
         fresh: list[PartialCompletion] = []
         preempted: list[PartialCompletion] = []
-        while (slot := slots.vacant()) is not None:
-            sample = slots.seat_next(slot, self.prompts[slots.queue[0].prompt])
+        while (slot := slots.vacant_slot()) is not None:
+            sample = slots.seat_next(slot)
             (preempted if len(sample.tokens) else fresh).append(sample)
         if not fresh and not preempted:
             return
@@ -428,7 +405,7 @@ class _Generation:
         # What a preempted sample reads again begins with its prompt.
         again = {(x.slot // slots.per_shard, x.prompt) for x in preempted if x.slot is not None}
         rows: dict[tuple[int, int], int] = {}
-        # Of each shard: rows, counted among its own, and their prompts.
+        # For each shard: rows, counted among its own, and their prompts.
         waiting: list[list[tuple[int, int]]] = [[] for _ in range(shards)]
         for number, prompt in unfilled.items():
             shard, row = divmod(number, count)
@@ -461,10 +438,11 @@ class _Generation:
             self.prompt_cache = decode.insert(*self.on, *caches, source.reshape(-1))
             self.ledger.put(CACHE, (self.cache, self.prompt_cache))
             if experts is not None:
-                each = np.asarray(experts).reshape(shards, batch, *experts.shape[1:])
+                by_prompt = np.asarray(experts).reshape(shards, batch, *experts.shape[1:])
                 for shard, part in enumerate(chosen):
                     for i, (_, prompt) in enumerate(part):
-                        self.prompt_experts[prompt] = each[shard, i, : self.prompt_keys[prompt]]
+                        keys = self.prompt_keys[prompt]
+                        self.prompt_experts[prompt] = by_prompt[shard, i, :keys]
             self.stats.prefill_rows += sum(map(len, chosen))
         if self.record:
             for sample in fresh:
@@ -475,11 +453,11 @@ class _Generation:
             old = self.prompt_experts
             self.prompt_experts = {prompt: old[prompt] for prompt in old if prompt >= first}
         if preempted:
-            self._read_again(preempted, rows)
+            self._recompute(preempted, rows)
         jax.block_until_ready(self.prompt_cache)
         self.stats.prefill_seconds += time.perf_counter() - started
 
-    def _read_again(
+    def _recompute(
         self, preempted: list[PartialCompletion], rows: dict[tuple[int, int], int]
     ) -> None:
         """Computes the keys and values of preempted samples, which have slots and pages again, one
@@ -493,7 +471,7 @@ class _Generation:
         shards = self.engine.row_shards
         self._resize(self.cache, self.pool.pages * shards, PAGE)
         while preempted:
-            longest = max(len(self.prompts[x.prompt]) + len(x.tokens) for x in preempted)
+            longest = max(len(x.request.prompt) + len(x.tokens) for x in preempted)
             width = self.engine.prompt_width(longest, self.engine.max_new_tokens)
             tokens, lengths = np.zeros((shards, width), np.int32), np.ones(shards, np.int32)
             where, starts = np.full(shards, -1, np.int32), np.zeros(shards, np.int32)
@@ -501,14 +479,14 @@ class _Generation:
             others: list[PartialCompletion] = []
             for sample in preempted:
                 assert sample.slot is not None
-                shard, prompt = sample.slot // self.slots.per_shard, self.prompts[sample.prompt]
+                shard, prompt = sample.slot // self.slots.per_shard, sample.request.prompt
                 if pages[shard, 0] >= 0:
                     others.append(sample)
                     continue
                 read = np.concatenate([prompt, sample.tokens[:-1]])
                 tokens[shard, : len(read)], lengths[shard] = read, len(read)
                 starts[shard] = len(prompt) - 1
-                filled = self.pool.of(sample)[: pages_of(len(sample.tokens))]
+                filled = self.pool.pages_of(sample)[: pages_of(len(sample.tokens))]
                 pages[shard, : len(filled)] = filled
                 where[shard] = rows.pop((shard, sample.prompt), -1)
             arguments = (*self.on, self.params, tokens, lengths)
@@ -516,11 +494,11 @@ class _Generation:
                 again, _ = decode.prefill_prompts(*arguments)
             self.ledger.put(CACHE, (self.cache, self.prompt_cache, again))
             caches = self.cache, self.prompt_cache, again
-            self.cache, self.prompt_cache = decode.insert_again(
+            self.cache, self.prompt_cache = decode.insert_recomputed(
                 *self.on, *caches, where, starts, pages
             )
             self.ledger.put(CACHE, (self.cache, self.prompt_cache))
-            self.stats.read_again += int(lengths[pages[:, 0] >= 0].sum())
+            self.stats.recomputed += int(lengths[pages[:, 0] >= 0].sum())
             preempted = others
 
     def _launch(self) -> int:
@@ -532,7 +510,7 @@ class _Generation:
         # slots are given up, since a decode step computes free ones too; and with them rows of
         # prompts and pages.
         kept = None
-        ending = not slots.queue and self.partner is None
+        ending = not slots.queue and not self.episodes
         if ending and (pool is None or slots.most_pages() <= pool.pages):
             kept = slots.shrink(engine.fewer_slots)
         if kept is not None:
@@ -554,9 +532,9 @@ class _Generation:
         # The launch ends early once so many slots are free that to fill them again pays.
         total, waiting = len(slots.table), len(slots.queue)
         exit_free = min(engine.min_free, waiting) if waiting else total
-        if self.partner is not None:  # also for slots whose turn ends
+        if self.episodes:  # also for slots whose turn ends
             exit_free = engine.min_free
-        if self.partner is not None or pool is not None:  # some decode nothing from the start
+        if self.episodes or pool is not None:  # some decode nothing from the start
             exit_free = min(int((left <= 0).sum()) + exit_free, total)
         prompts, exits = (self.prompt_cache, seats), np.int32(exit_free)
         arguments = *self.on, self.params, self.cache, slots.table.copy(), exits
@@ -583,11 +561,11 @@ class _Generation:
                 sample.experts.append(experts[:count, sample.slot])
             if over or self.sampling.stop:
                 self.unsearched.append((sample, before))
-            if over and self.partner is None:
+            if over and sample.request.environment is None:
                 ended = sample.tokens[-1] in self.sampling.eos_ids
                 sample.finish_reason = "stop" if ended else "length"
                 self._free(sample)
-        if self.partner is not None or (self.sampling.stop and not engine.search_beside):
+        if self.episodes or (self.sampling.stop and not engine.search_beside):
             self._find_ends()
         return int((out[:, :, 0] >= 0).sum())
 
@@ -600,17 +578,17 @@ class _Generation:
             return
         step, slot = np.argwhere(wrong)[0]
         sample = self.slots.seated[slot]
-        tokens = [*self.prompts[sample.prompt], *sample.tokens, *drawn[:step, slot, 0]]
-        after = len(tokens) - len(self.prompts[sample.prompt])
+        tokens = [*sample.request.prompt, *sample.tokens, *drawn[:step, slot, 0]]
+        after = len(tokens) - len(sample.request.prompt)
         what = f"the logits of token {after} behind prompt {sample.prompt}"
         raise not_finite(what, self.params, self.engine.config, tokens, self.engine.mesh)
 
     def _resize(self, cache: Cache, rows: int, length: int, kept: np.ndarray | None = None) -> None:
-        """Gives one of the caches, in place, so many rows and positions. A decode step reads all
+        """Gives one of the caches, in place, this many rows and positions. A decode step reads all
         positions of a row, since a slice of them would be a copy at each step.
 
         Args:
-            kept: the rows that stay, as of `decode.resize`; None: all, and new ones behind them.
+            kept: the rows that stay, as in `decode.resize`; None: all, and new ones behind them.
         """
         if not cache:
             cache += decode.new_cache(*self.on, rows, length, self.params["norm"]["scale"].dtype)
@@ -653,9 +631,10 @@ class _Generation:
                 words = decode_text(tokenizer, turn)
             else:
                 continue
-            read = sample.tokens[:start] if start else self.prompts[sample.prompt]
+            read = sample.tokens[:start] if start else sample.request.prompt
             sample.text, sample.opening = words, opening_of(tokenizer, read)
-            if self.partner is not None:
+            environment = sample.request.environment
+            if environment is not None:
                 kept = sample.tokens[start : None if eos is None else -1]
                 sample.turns.append(Turn("assistant", len(sample.tokens) - start, words))
                 self.stats.turns += 1
@@ -667,9 +646,8 @@ class _Generation:
                 row[decode.LIMIT] = row[decode.COUNT]
                 # With special tokens: marks of calls and thoughts may be some.
                 written = until_stop(decode_text(tokenizer, kept, special=True), stop)
-                ids, length = (sample.prompt, sample.sample_id), len(sample.tokens)
-                sample.reply = self.partner.answer(
-                    *ids, sample.opening + written, eos=eos, length=length
+                sample.reply = environment.answer(
+                    sample.opening + written, eos=eos, length=len(sample.tokens)
                 )
             elif stopped is not None:
                 sample.finish_reason = "stop"
@@ -698,7 +676,7 @@ class _Generation:
             if sample.was_cut and self.engine.config.n_recurrent:
                 before = 0  # a state has no way back but to the end of the prompt
             sample.was_cut = False
-            read = [self.prompts[sample.prompt][-1], *sample.tokens][before:-1]
+            read = [sample.request.prompt[-1], *sample.tokens][before:-1]
             for number, start in enumerate(range(0, len(read), most)):
                 tokens = read[start : start + most]
                 width = bucket(len(tokens), smallest=least, most=most)
@@ -741,9 +719,9 @@ class _Generation:
             positions[at] = starts[at] + position
             slots[at], rows[at] = slot, self.rows.row(sample.slot, sample.prompt)
             used[shard] += 1
-        first, read, *each = (x.reshape(-1) for x in (positions, lengths, starts, slots, rows))
+        first, read, *arrays = (x.reshape(-1) for x in (positions, lengths, starts, slots, rows))
         further = SlotTokens(tokens.reshape(-1, width), first, read)
-        arguments = (*self.on, self.params, self.cache, self.prompt_cache, further, *each)
+        arguments = (*self.on, self.params, self.cache, self.prompt_cache, further, *arrays)
         with self.ledger.running(decode.extend_slots, *arguments):
             self.cache = decode.extend_slots(*arguments)
         return left
@@ -751,8 +729,8 @@ class _Generation:
     def _free(self, sample: PartialCompletion) -> None:
         if sample.slot is not None:
             self.slots.free(sample)
-            if self.partner is not None:
-                self.partner.end(sample.prompt, sample.sample_id)
+            if sample.request.environment is not None:
+                sample.request.environment.end()
 
 
 def prefill_batch(slots: int, prompts: int, n: int, width: int) -> int:

@@ -1,17 +1,17 @@
-"""One completion while it is generated, of one turn or, in an episode, of several, and what is
-asked of the other side of an episode (`jaxrl.environments`); its text, and where a stop string ends
-it."""
+"""What an engine is asked for, a completion of one turn or an episode of several; the completion
+while it is generated; and its text, which a stop string may end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from jaxrl.data.tokenizer import Tokenizer, decode_text
+from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.types import Completion, FinishReason, TokenIds, Turn
 
 
@@ -25,48 +25,76 @@ class Reply:
     text: str = ""
     """The environment's words."""
     reward: float | None = None
-    """Of the turn that is answered."""
+    """Reward of the turn that is answered."""
     cut: bool = False
     """The episode ends because it may have no further turn, not because it is over."""
-    called: bool = False
-    """The turn called tools, which makes it no answer to the prompt."""
+    roles: tuple[str, ...] = ()
+    """Of the messages of that, each once."""
     failure: str | None = None
     """Why there is no answer, as in `types.Completion`: the episode ends without a reward."""
 
+    @property
+    def called(self) -> bool:
+        """Returns whether the turn called tools, which makes it no answer to the prompt."""
+        return "tool" in self.roles
 
-class Partner(Protocol):
-    """The environments of one batch of prompts with n samples each."""
 
-    def answer(
-        self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
-    ) -> Future[Reply]:
-        """Submits a turn of an episode; returns at once. Its future raises only what ends the run
+class EnvironmentClient(Protocol):
+    """The other side of one episode (`jaxrl.environments`)."""
+
+    def answer(self, text: str, *, eos: int | None, length: int) -> Future[Reply]:
+        """Submits a turn of the model; returns at once. The future raises only what ends the run
         (`UserError`, `RunError`): an environment that fails gives a `Reply.failure`.
 
         Args:
-            prompt: index in the batch.
             text: of the turn, from where its thoughts were opened on, with special tokens; else as
                 `types.Completion.text`.
             eos: its last token, where that is an EOS; None where a stop string ended it.
             length: tokens of the episode so far, this turn included.
         """
 
-    def end(self, prompt: int, sample: int) -> None:
-        """Ends an episode, maybe without an answer to its last turn. Called once for each, also
-        where generation is aborted."""
+    def end(self) -> None:
+        """Ends the episode, maybe without an answer to its last turn. Called once for each that
+        had a slot, also where generation is aborted."""
+
+
+class RandomKey(NamedTuple):
+    """What the random bits of a completion depend on, besides the position of each token."""
+
+    seed: int
+    step: int = 0
+    attempt: int = 0
+    prompt: int = 0
+    """Id of the prompt, modulo 2^31."""
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """A completion that an engine is asked for."""
+
+    prompt: Sequence[int]
+    """Token ids. Consecutive requests with the same object and the same `key.prompt` share its keys
+    and values."""
+    sampling: SamplingParams
+    key: RandomKey
+    max_tokens: int
+    """Most tokens of the completion, at most `sampling.max_new_tokens`."""
+    turn_tokens: int | None = None
+    """Most tokens of one turn of an episode; None: those of the completion."""
+    environment: EnvironmentClient | None = None
+    """Answers the turns of the model: the completion is an episode."""
 
 
 @dataclass
 class PartialCompletion:
-    """A completion with its place in the batch."""
+    """A completion while it is generated."""
 
+    index: int
+    """Number of its request: the lower, the older."""
     prompt: int
-    prompt_id: int
-    sample_id: int
-    limit: int
-    """Most tokens of the completion."""
-    turn_limit: int
-    """Most tokens of one turn."""
+    """Number of its prompt among those of all requests."""
+    request: SampleRequest
     drawn: list[np.ndarray] = field(default_factory=list)
     """[k, 3] int32 of each launch and each observation, as `decode.launch` returns them: tokens,
     and the bits of their log-probs under the full and the truncated distribution. They are views,
@@ -74,11 +102,11 @@ class PartialCompletion:
     finish_reason: FinishReason | None = None
     text: str = ""
     opening: str = ""
-    """As of `types.Completion`."""
+    """As in `types.Completion`."""
     slot: int | None = None
     """The slot that holds its keys and values; None before and after that."""
     turns: list[Turn] = field(default_factory=list)
-    """Of an episode: those that have ended."""
+    """Turns of an episode that have ended."""
     was_cut: bool = False
     """Its slot has read tokens that are no longer there, since its last answer."""
     reply: Future[Reply] | None = None
@@ -96,7 +124,8 @@ class PartialCompletion:
     @property
     def turn_end(self) -> int:
         """Returns the number of tokens at which that turn is cut."""
-        return min(self.limit, self.turn_start + self.turn_limit)
+        most, turn_tokens = self.request.max_tokens, self.request.turn_tokens
+        return most if turn_tokens is None else min(most, self.turn_start + turn_tokens)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -121,13 +150,14 @@ class PartialCompletion:
             self.text = ""
         if reply.failure is not None or not reply.tokens:
             self.finish_reason = "length" if reply.cut else "stop"
-        elif len(self.tokens) + len(reply.tokens) >= self.limit:
+        elif len(self.tokens) + len(reply.tokens) >= self.request.max_tokens:
             self.finish_reason = "length"
         else:
             observed = np.zeros((len(reply.tokens), 3), np.int32)
             observed[:, 0] = reply.tokens
             self.drawn.append(observed)
-            self.turns.append(Turn("environment", len(reply.tokens), reply.text))
+            turn = Turn("environment", len(reply.tokens), reply.text, roles=reply.roles)
+            self.turns.append(turn)
             if self.experts:  # the router chooses again for what was not decoded
                 shape = len(reply.tokens), *self.experts[0].shape[1:]
                 self.experts.append(np.full(shape, -1, self.experts[0].dtype))
@@ -194,9 +224,9 @@ def find_stop(
 def until_stop(text: str, stop: Sequence[str]) -> str:
     """Returns the text before the first stop string, with that where it closes a tag (`</answer>`
     after `<answer>`); all of it where it has none."""
-    found = min(((text.find(s), s) for s in stop if s in text), default=None)
-    if found is None:
+    first = min(((text.find(s), s) for s in stop if s in text), default=None)
+    if first is None:
         return text
-    start, end = found
+    start, end = first
     tag = end.startswith("</") and end.endswith(">") and f"<{end[2:]}" in text[:start]
-    return text[: start + len(end) * tag]
+    return text[: start + len(end)] if tag else text[:start]

@@ -60,21 +60,18 @@ class SamplingParams:
     """A completion ends where its text holds any of these."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={self.max_new_tokens}: must be at least 1")
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise UserError(
-                f"temperature={self.temperature}: must be finite and not below 0 (0 is greedy)"
-            )
-        if self.top_k < 0:
-            raise UserError(f"top_k={self.top_k}: must be at least 0 (0 keeps all tokens)")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1 (1 keeps all)")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p={self.min_p}: must be in [0, 1] (0 keeps all tokens)")
-        texts = (isinstance(text, str) and text for text in self.stop)
-        if isinstance(self.stop, str) or not all(texts):
-            raise UserError(f"stop={self.stop!r}: must be a tuple of strings that are not empty")
+        finite = self.temperature >= 0 and math.isfinite(self.temperature)
+        texts = not isinstance(self.stop, str) and all(isinstance(x, str) and x for x in self.stop)
+        for name, holds, limit in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", finite, "finite and not below 0 (0 is greedy)"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1 keeps all)"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1] (0 keeps all tokens)"),
+            ("stop", texts, "a tuple of strings that are not empty"),
+        ):
+            if not holds:
+                raise UserError(f"{name}={getattr(self, name)!r}: must be {limit}")
 
 
 @jax.tree_util.register_dataclass
@@ -167,14 +164,14 @@ def draw_tokens(
         return jnp.exp(scale * (z - top))
 
     def inside(block: Array) -> Array:  # the largest is 1, however improbable the block
-        z = _inside(blocks, block)
+        z = _take_block(blocks, block)
         return weigh(z, z.max(-1, keepdims=True))
 
     sums = sums * weigh(highest)
     total = kept_total = sums.sum(-1)
     if knobs.temperature is None:
         block = jnp.argmax(highest, -1)
-        tokens = block * BLOCK + jnp.argmax(_inside(blocks, block), -1)
+        tokens = block * BLOCK + jnp.argmax(_take_block(blocks, block), -1)
     elif knobs.top_k is knobs.top_p is knobs.min_p is None:
         tokens = pick(sums, inside, random)
     else:
@@ -185,7 +182,7 @@ def draw_tokens(
         kept = truncate(lambda: weigh(logits), weigh(highest), total, knobs)
         sums = _block_sums(kept)
         kept_total = sums.sum(-1)
-        tokens = pick(sums, lambda block: _inside(_blocks(kept), block), random)
+        tokens = pick(sums, lambda block: _take_block(_blocks(kept), block), random)
     tokens = tokens.astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, tokens[:, None], -1)
     logprobs, sampled = (
@@ -217,7 +214,7 @@ def truncate(
     least = jnp.zeros(len(weights), jnp.int32)
 
     def search(goal: Array, counted: bool = False) -> Array:
-        inside = _reaching(_from(least, held), goal, counted)
+        inside = _bisect(_zero_below(least, held), goal, counted)
         if beyond is None:
             return inside
         # What is more probable than the last candidate block's best is in a candidate block. Each
@@ -226,16 +223,16 @@ def truncate(
         return jax.lax.cond(
             sure.all(),
             lambda: inside,
-            lambda: jnp.where(sure, inside, _reaching(_from(least, weigh()), goal, counted)),
+            lambda: jnp.where(sure, inside, _bisect(_zero_below(least, weigh()), goal, counted)),
         )
 
     if knobs.top_k is not None:
         goal = jnp.minimum(knobs.top_k.astype(jnp.float32), jnp.float32(weights.shape[-1]))
         least = search(jnp.broadcast_to(goal, least.shape), counted=True)
-        total = _block_sums(_from(least, weights)).sum(-1)
+        total = _block_sums(_zero_below(least, weights)).sum(-1)
     if knobs.top_p is not None:
         least = jnp.maximum(least, search(knobs.top_p * total))
-    weights = _from(least, weights)
+    weights = _zero_below(least, weights)
     return weights if knobs.min_p is None else jnp.where(weights >= knobs.min_p, weights, 0.0)
 
 
@@ -273,7 +270,7 @@ def _blocks(x: Array, beyond: float = 0.0) -> Array:
     return padded.reshape(rows, -1, BLOCK)
 
 
-def _inside(blocks: Array, block: Array) -> Array:
+def _take_block(blocks: Array, block: Array) -> Array:
     """Returns one block [B, BLOCK] of each row of blocks [B, blocks, BLOCK]."""
     return jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
 
@@ -284,7 +281,7 @@ def _block_sums(weights: Array) -> Array:
     return jax.lax.optimization_barrier(_blocks(weights).sum(-1))
 
 
-def _from(least: Array, weights: Array) -> Array:
+def _zero_below(least: Array, weights: Array) -> Array:
     """Returns the weights [B, V] with 0 where they are below that of the bit pattern [B]."""
     return jnp.where(_bits(weights) >= least[:, None], weights, 0.0)
 
@@ -300,7 +297,7 @@ def _candidates(weights: Array, highest: Array) -> tuple[Array, Array | None]:
     return held.reshape(len(weights), -1), _bits(best[:, -1])
 
 
-def _reaching(weights: Array, goal: Array, counted: bool) -> Array:
+def _bisect(weights: Array, goal: Array, counted: bool) -> Array:
     """Returns the bit pattern [B] int32 of the smallest of the fewest largest weights [B, n] that
     reach goal [B] together.
 

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
@@ -37,7 +38,7 @@ N = TypeVar("N", int, np.ndarray)
 
 
 def pages_of(positions: N) -> N:
-    """Counts the pages that hold so many positions of one slot, or of each of several."""
+    """Counts the pages that hold these positions of one slot, or of each of several."""
     return -(-positions // PAGE)
 
 
@@ -55,28 +56,28 @@ class PagePool:
         self.free = np.full(shards, pages)
         """[shards]: how many pages nobody has."""
         self._free = [list(range(pages))[::-1] for _ in range(shards)]
-        self._held: dict[tuple[int, int], tuple[int, list[int]]] = {}
-        """(prompt, sample) -> shard, and pages in order."""
+        self._held: dict[int, tuple[int, list[int]]] = {}
+        """`PartialCompletion.index` -> shard, and pages in order."""
 
     def missing(self, sample: PartialCompletion, positions: int) -> int:
-        """Counts the pages that the sample lacks to have so many positions."""
-        _, held = self._held.get((sample.prompt, sample.sample_id), (0, []))
+        """Counts the pages that the sample lacks for this many positions."""
+        _, held = self._held.get(sample.index, (0, []))
         return max(pages_of(positions) - len(held), 0)
 
-    def of(self, sample: PartialCompletion) -> list[int]:
+    def pages_of(self, sample: PartialCompletion) -> list[int]:
         """Returns the pages of a sample, counted among those of its shard."""
-        return self._held[sample.prompt, sample.sample_id][1]
+        return self._held[sample.index][1]
 
-    def give(self, shard: int, sample: PartialCompletion, positions: int) -> None:
-        """Lets the sample have so many positions, of pages that are free."""
+    def allocate(self, shard: int, sample: PartialCompletion, positions: int) -> None:
+        """Gives the sample free pages, so that it has this many positions."""
         missing = self.missing(sample, positions)
-        _, held = self._held.setdefault((sample.prompt, sample.sample_id), (shard, []))
+        _, held = self._held.setdefault(sample.index, (shard, []))
         held += [self._free[shard].pop() for _ in range(missing)]
         self.free[shard] -= missing
 
-    def take_back(self, sample: PartialCompletion) -> None:
+    def release(self, sample: PartialCompletion) -> None:
         """Frees the pages of a sample."""
-        shard, held = self._held.pop((sample.prompt, sample.sample_id))
+        shard, held = self._held.pop(sample.index)
         self._free[shard] += held
         self.free[shard] += len(held)
 
@@ -110,7 +111,7 @@ class PagePool:
         owners = np.full(shards * self.pages, -1, np.int32)
         firsts = np.zeros(shards * self.pages, np.int32)
         table = np.full((shards * slots, width), -1, np.int32)
-        held = [self._held[x.prompt, x.sample_id][1] for x in seated.values()]
+        held = [self._held[x.index][1] for x in seated.values()]
         counts = np.array([len(pages) for pages in held], int)
         pages = np.fromiter(chain.from_iterable(held), np.int32, counts.sum())
         slot = np.repeat(np.fromiter(seated, int, len(seated)), counts)
@@ -119,10 +120,6 @@ class PagePool:
         at = slot // slots * self.pages + pages
         owners[at], firsts[at], table[slot, order] = slot % slots, PAGE * order, pages
         return Pages(owners, firsts, table)
-
-
-def _age(sample: PartialCompletion) -> tuple[int, int]:
-    return sample.prompt, sample.sample_id
 
 
 class Slots:
@@ -145,7 +142,7 @@ class Slots:
         self.queue = deque(samples)
         self.seated: dict[int, PartialCompletion] = {}
         self.table = np.zeros((slots, 6), np.int32)
-        """As of `decode.launch`."""
+        """As in `decode.launch`."""
         self.prompts = np.full(slots, -1, np.int32)
         """[slots]: the prompt of the sample in each slot (`PartialCompletion.prompt`); -1: it is
         free."""
@@ -156,14 +153,14 @@ class Slots:
         """Slots of each data shard."""
         self._list_vacant()
 
-    def vacant(self) -> int | None:
+    def vacant_slot(self) -> int | None:
         """Returns a free slot for the first sample that waits, if there is one, where that sample
         would also have pages: the first such slot of the first such shard."""
         if not self.queue:
             return None
         fits = self._vacancies > 0
         if self._pool is not None:
-            # A page to spare for each of the others, lest the sample be preempted soon and all of
+            # A page to spare for each of the others, else the sample is preempted soon and all of
             # its tokens read again. With log-normal lengths and too few pages, a twentieth as many
             # are preempted as without, for 4% more launches.
             others = self.per_shard - self._vacancies
@@ -172,19 +169,19 @@ class Slots:
         shard = int(fits.argmax())
         return self._vacant[shard][0] if fits[shard] else None
 
-    def seat_next(self, slot: int, prompt: Sequence[int]) -> PartialCompletion:
-        """Seats the first sample that waits, of this prompt, in the slot that is `vacant`."""
+    def seat_next(self, slot: int) -> PartialCompletion:
+        """Seats the first sample that waits in the slot that is `vacant_slot`."""
         sample, shard = self.queue.popleft(), slot // self.per_shard
         self._vacancies[shard] -= 1
         taken = heappop(self._vacant[shard])
         assert taken == slot
-        count = len(sample.tokens)
+        prompt, count = sample.request.prompt, len(sample.tokens)
         token = sample.tokens[-1] if count else prompt[-1]
-        row = token, len(prompt) + count - 1, count, sample.turn_end
+        key, position = sample.request.key, len(prompt) + count - 1
         sample.slot, self.seated[slot], self.prompts[slot] = slot, sample, sample.prompt
-        self.table[slot] = (*row, sample.prompt_id, sample.sample_id)
+        self.table[slot] = token, position, count, sample.turn_end, key.prompt % 2**31, key.sample
         if self._pool is not None:
-            self._give(shard, sample)
+            self._allocate(shard, sample)
         return sample
 
     def append(
@@ -194,7 +191,7 @@ class Slots:
         one, or decode nothing more where their turn is over.
 
         Args:
-            drawn: [n, slots, 3] int32, as of `decode.launch`.
+            drawn: [n, slots, 3] int32, as in `decode.launch`.
             eos_ids: tokens that end a turn.
 
         Returns:
@@ -231,7 +228,7 @@ class Slots:
         del self.seated[slot]
         sample.slot = None
         if self._pool is not None:
-            self._pool.take_back(sample)
+            self._pool.release(sample)
 
     def _list_vacant(self) -> None:
         """Lists the free slots of each shard."""
@@ -249,11 +246,11 @@ class Slots:
         """Counts its positions behind its prompt, up to the end of the next launch."""
         return min(sample.turn_end, len(sample.tokens) + self._launch_tokens)
 
-    def _give(self, shard: int, sample: PartialCompletion) -> None:
+    def _allocate(self, shard: int, sample: PartialCompletion) -> None:
         """Gives a seated sample the pages of its next launch, which are free."""
         assert self._pool is not None
-        self._pool.give(shard, sample, self._positions(sample))
-        self._pages[sample.slot] = len(self._pool.of(sample))
+        self._pool.allocate(shard, sample, self._positions(sample))
+        self._pages[sample.slot] = len(self._pool.pages_of(sample))
 
     def _missing_pages(self) -> np.ndarray:
         """Counts the pages that each slot lacks for the next launch, [shards, slots of each]."""
@@ -266,7 +263,7 @@ class Slots:
         assert self._pool is not None
         return bool((self._missing_pages().sum(1) > self._pool.free).any())
 
-    def give_pages(self) -> int:
+    def allocate_pages(self) -> int:
         """Gives all that are seated the pages of their next launch.
 
         Returns:
@@ -274,20 +271,20 @@ class Slots:
             slots, and wait.
         """
         assert self._pool is not None
-        preempted = 0
+        preempted, age = 0, attrgetter("index")
         for shard in np.flatnonzero(self._missing_pages().any(1)).tolist():
             first = shard * self.per_shard
             slots = np.flatnonzero(self.prompts[first : first + self.per_shard] >= 0) + first
-            samples = deque(sorted((self.seated[slot] for slot in slots.tolist()), key=_age))
+            samples = deque(sorted((self.seated[slot] for slot in slots.tolist()), key=age))
             while samples:
                 oldest = samples[0]
                 missing = self._pool.missing(oldest, self._positions(oldest))
                 if missing <= self._pool.free[shard]:
-                    self._give(shard, samples.popleft())
+                    self._allocate(shard, samples.popleft())
                 else:
                     sample = samples.pop()
                     self.free(sample)
-                    insort(self.queue, sample, key=_age)
+                    insort(self.queue, sample, key=age)
                     preempted += 1
         return preempted
 
@@ -326,7 +323,7 @@ class Slots:
 
 
 def rows_at_first(slots: int, samples: int, prompts: int) -> int:
-    """Counts the rows of each shard with so many slots: the prompts of which as many consecutive
+    """Counts the rows of each shard with `slots` slots: the prompts of which as many consecutive
     samples can be, of `prompts` prompts of `samples` each."""
     straddle = slots // samples if slots % samples == 0 else (slots - 1) // samples + 2
     return min(straddle, slots, bucket(prompts))  # like numbers of prompts share a program
@@ -376,10 +373,10 @@ class PromptRows:
         Returns:
             Row, counted through all shards -> the prompt to copy there. `count` may have grown.
         """
-        wanted = self._wanted(prompts)
-        shards, found = len(self._held), np.isin(wanted, self._held)
+        wanted = self._prompt_numbers(prompts)
+        shards, held = len(self._held), np.isin(wanted, self._held)
         self._held[~np.isin(self._held, wanted)] = -1
-        wanted = wanted[~found]
+        wanted = wanted[~held]
         shard, prompt = np.divmod(wanted, self._prompts)
         needed = int(((self._held >= 0).sum(1) + np.bincount(shard, minlength=shards)).max())
         if needed > self.count:
@@ -399,7 +396,7 @@ class PromptRows:
             [rows left] int32: for each shard, the rows to keep, counted among its own.
         """
         self.slots = slots
-        wanted = self._wanted(prompts)
+        wanted = self._prompt_numbers(prompts)
         shard = wanted // self._prompts
         rows, at = self._rows(wanted) % self.count, (shard, _ranks(shard))
         self.count, self.seats = min(self.count, slots), min(self.seats, slots)
@@ -420,7 +417,7 @@ class PromptRows:
             lengths: [all prompts] int32: their keys.
         """
         shards, taken = len(self._held), np.flatnonzero(prompts >= 0)
-        shard, own = np.divmod(taken, self.slots)
+        shard, local = np.divmod(taken, self.slots)
         prompt = prompts[taken]
         row = self._rows(shard * self._prompts + prompt)
         order = np.argsort(row, kind="stable")
@@ -429,11 +426,11 @@ class PromptRows:
         slots = np.full((shards * self.count, self.seats), -1, np.int32)
         keys = np.zeros(shards * self.count, np.int32)
         places = np.zeros(shards * self.slots, np.int32)
-        slots[row, seat], keys[row] = own, lengths[prompt]
+        slots[row, seat], keys[row] = local, lengths[prompt]
         places[taken] = row % self.count * self.seats + seat
         return Seats(slots, keys, places)
 
-    def _wanted(self, prompts: np.ndarray) -> np.ndarray:
+    def _prompt_numbers(self, prompts: np.ndarray) -> np.ndarray:
         """Returns the numbers (`_held`) of the prompts that slots read, in the order of slots."""
         taken = np.flatnonzero(prompts >= 0)
         keys, first = np.unique(

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config
-from jaxrl.config.section import POLICY
 from jaxrl.config.yaml_text import assign, assignments
 from jaxrl.errors import UserError
 from jaxrl.process.interrupt import ASKING
 from jaxrl.process.json_types import JsonObject
+from jaxrl.teacher.key_rules import POLICY
 
 SIGNALS = ("hidden", "topk", "sampled")
 DTYPES = ("float32", "bfloat16", "int8")

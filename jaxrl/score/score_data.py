@@ -43,26 +43,7 @@ from jaxrl.run.run_dir import LOCK, Lock
 from jaxrl.sharding.mesh import ensure_devices, role_meshes
 from jaxrl.sharding.placement import check_visible, parse, place
 from jaxrl.sharding.reshard import join_parts
-from jaxrl.teacher.cache import (
-    CHECKSUMS,
-    FORMAT,
-    HEAD,
-    MANIFEST,
-    SAMPLED,
-    TEACHER,
-    ScoreCache,
-    ScoredRow,
-    ScoreManifest,
-    ScoreWriter,
-    StorageError,
-    Stored,
-    dequantised,
-    in_storage,
-    read_manifest,
-    sampling_of,
-    shapes_of,
-    write_manifest,
-)
+from jaxrl.teacher import cache as scores
 from jaxrl.teacher.protocol import Options
 from jaxrl.telemetry.console import format_seconds
 from jaxrl.types import Array, HiddenSignal, Rollout, TeacherSignal
@@ -84,7 +65,7 @@ class Scoring:
     """What the teacher is made from."""
     source: ModelSource
     mesh: Mesh
-    manifest: ScoreManifest
+    manifest: scores.ScoreManifest
 
     def scored(self, teacher: SamplingTeacherRole, index: int) -> tuple[Rollout, TeacherSignal]:
         """Scores a batch; returns its completions, and their scores on the host."""
@@ -98,24 +79,24 @@ class Scoring:
         parts = [jax.device_get(teacher.score(rollout, part, n)) for part in range(n)]
         return rollout, join_parts(parts)
 
-    def rows(self, rollout: Rollout, signal: TeacherSignal) -> list[list[ScoredRow]]:
+    def rows(self, rollout: Rollout, signal: TeacherSignal) -> list[list[scores.ScoredRow]]:
         """Returns the rows of a batch, those of a prompt together."""
-        arrays, samples = in_storage(signal, self.manifest.stored), self.manifest.samples
+        arrays, samples = scores.in_storage(signal, self.manifest.stored), self.manifest.samples
         rows = []
         for i, completion in enumerate(rollout.completions):
             tokens = completion.tokens
             tensors = {name: x[i, : len(tokens)].copy() for name, x in arrays.items()}
             if samples:
-                tensors |= {name: getattr(completion, name) for name in SAMPLED}
+                tensors |= {name: getattr(completion, name) for name in scores.SAMPLED}
                 tensors["tokens"] = np.array(tokens, np.int32)
             stopped = completion.finish_reason == "stop"
-            rows.append(ScoredRow(rollout.prompts[i].tokens, tokens, tensors, stopped))
+            rows.append(scores.ScoredRow(rollout.prompts[i].tokens, tokens, tensors, stopped))
         together = samples or 1
         return [rows[i : i + together] for i in range(0, len(rows), together)]
 
 
 def prepare_scoring(
-    config: Config, folder: Path, dtype: Stored | None
+    config: Config, folder: Path, dtype: scores.Stored | None
 ) -> tuple[Scoring, list[str]]:
     """Prepares the scoring, with every check that is possible before a weight is read, and messages
     about it."""
@@ -141,8 +122,8 @@ def prepare_scoring(
     mesh = role_meshes(seen.devices, placement, axes)["teacher"]
     config = config.with_dtypes(default_dtype(target_of(mesh.devices.flat)))
     own, distill, job = config.teacher.compute_dtype, config.distill, make_job(config)
-    manifest = ScoreManifest(
-        format=FORMAT,
+    manifest = scores.ScoreManifest(
+        format=scores.FORMAT,
         model=source.name,
         digest=digest_model(source.path),
         dtype=own,
@@ -150,7 +131,7 @@ def prepare_scoring(
         options=Options.of(distill, job.vocab_size),
         samples=config.group_size if distill.seq_kd else 0,
         longest=longest,
-        sampling=sampling_of(config, job.eos_ids),
+        sampling=scores.sampling_of(config, job.eos_ids),
     )
     scoring = Scoring(config, job, job.for_workers(axes, folder), source, mesh, manifest)
     uses = [(dim, own, distill.seq_kd) for dim in source.config.head_dims]
@@ -161,20 +142,20 @@ def prepare_scoring(
 
 def storage_error(
     hidden: np.ndarray,
-    stored: Stored,
+    stored: scores.Stored,
     head: np.ndarray,
     distill: DistillConfig,
     softcap: float | None = None,
-) -> StorageError:
+) -> scores.StorageError:
     """Returns the KL(P || P') of next-token distributions P of hidden states [n, D] and P' of what
     the disk holds of them, over the head [V, D], in nats.
 
     Args:
         softcap: `DecoderConfig.final_softcap` of the teacher.
     """
-    arrays = in_storage(HiddenSignal(hidden), stored)
+    arrays = scores.in_storage(HiddenSignal(hidden), stored)
     kept = arrays["hidden"]
-    back = dequantised(kept, arrays["scale"]) if stored == "int8" else kept
+    back = scores.dequantised(kept, arrays["scale"]) if stored == "int8" else kept
     back, chunk = back.astype(hidden.dtype), distill.loss_chunk
     scale = 1 / jnp.asarray(distill.distill_temperature, jnp.float32)
     model = jnp.asarray(head), scale, None if softcap is None else jnp.float32(softcap)
@@ -183,7 +164,7 @@ def storage_error(
         for i in range(0, len(hidden), chunk)
     ]
     nats = np.concatenate(each).astype(np.float64)
-    return StorageError(mean=float(nats.mean()), most=float(nats.max()), tokens=len(nats))
+    return scores.StorageError(mean=float(nats.mean()), most=float(nats.max()), tokens=len(nats))
 
 
 @jax.jit
@@ -195,7 +176,9 @@ def _kl(p: Array, q: Array, head: Array, scale: Array, softcap: Array | None) ->
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
 
 
-def store_scores(config: Config, out: str | Path, dtype: Stored | None = None) -> ScoreCache:
+def store_scores(
+    config: Config, out: str | Path, dtype: scores.Stored | None = None
+) -> scores.ScoreCache:
     """Scores the data of a config, and stores what is not in the folder yet.
 
     Args:
@@ -218,7 +201,7 @@ def store_scores(config: Config, out: str | Path, dtype: Stored | None = None) -
     except UserError as error:
         raise UserError(str(error).replace("run_dir=", "--out ", 1)) from None
     with closing(lock):
-        cache = ScoreCache(folder) if (folder / MANIFEST).exists() else None
+        cache = scores.ScoreCache(folder) if (folder / scores.MANIFEST).exists() else None
         # What has no scores in the folder, of an epoch; where a task makes the rows, of the run.
         each = manifest.samples or 1
         indices = range(scoring.config.steps) if train.procedural else itertools.count()
@@ -238,7 +221,7 @@ def store_scores(config: Config, out: str | Path, dtype: Stored | None = None) -
 
         d, model = scoring.config.distill, scoring.source.config
         free = shutil.disk_usage(folder).free
-        shapes = shapes_of(manifest, model.d_model).values()
+        shapes = scores.shapes_of(manifest, model.d_model).values()
         token_bytes = sum(jnp.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in shapes)
         size = tokens * token_bytes
         if cache is None and d.signal == "hidden":
@@ -266,7 +249,7 @@ def store_scores(config: Config, out: str | Path, dtype: Stored | None = None) -
                     f" ({free / GB:.3g} GB are free there); the rows of complete shards are stored,"
                     " and the same command resumes once there is space"
                 ) from error
-        done = ScoreCache(folder)
+        done = scores.ScoreCache(folder)
     log(f"{len(done)} rows in {folder}, after {format_seconds(time.monotonic() - began)}")
     return done
 
@@ -295,8 +278,8 @@ def _score_all(
             manifest = manifest.model_copy(update={"error": error})
         tokenizer = scoring.source.tokenizer_path
         assert tokenizer is not None, "make_job has compared its tokens"
-        write_manifest(folder, manifest, scoring.source.config, tokenizer, head)
-    writer, rows, done = ScoreWriter(folder), (manifest.samples or 1) * len(left), 0
+        scores.write_manifest(folder, manifest, scoring.source.config, tokenizer, head)
+    writer, rows, done = scores.ScoreWriter(folder), (manifest.samples or 1) * len(left), 0
     began = last = time.monotonic()
     try:
         for index in batches:
@@ -318,11 +301,14 @@ def _score_all(
         ) from None
 
 
-def open_folder(folder: Path, manifest: ScoreManifest, model: DecoderConfig) -> None:
+def open_folder(folder: Path, manifest: scores.ScoreManifest, model: DecoderConfig) -> None:
     """Makes the folder. Raises UserError where it holds anything but a part of these scores, which
     are the model's."""
-    if (folder / MANIFEST).exists():
-        there, holds = read_manifest(folder, f"--out {folder}"), f"--out {folder} holds scores"
+    if (folder / scores.MANIFEST).exists():
+        there, holds = (
+            scores.read_manifest(folder, f"--out {folder}"),
+            f"--out {folder} holds scores",
+        )
         if there.digest != manifest.digest:
             raise UserError(
                 f"{holds} of {there.model}, whose files are not those of {manifest.model}: name"
@@ -349,13 +335,18 @@ def open_folder(folder: Path, manifest: ScoreManifest, model: DecoderConfig) -> 
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file: name a folder")
     # By a command that was killed before it wrote the manifest.
-    files = HEAD, CHECKSUMS
-    left = LOCK, TEACHER, *files, *map(atomic_files.PARTIAL.format, (*files, MANIFEST))
+    files = scores.HEAD, scores.CHECKSUMS
+    left = (
+        LOCK,
+        scores.TEACHER,
+        *files,
+        *map(atomic_files.PARTIAL.format, (*files, scores.MANIFEST)),
+    )
     other = [path.name for path in folder.glob("*") if path.name not in left]
     if other:
         raise UserError(
-            f"--out {folder} holds {other[0]} and no {MANIFEST}: name a new folder, or one that"
-            " this command wrote"
+            f"--out {folder} holds {other[0]} and no {scores.MANIFEST}: name a new folder, or one"
+            " that this command wrote"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

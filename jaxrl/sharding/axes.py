@@ -87,8 +87,8 @@ def resolve_axes(role: str, n_devices: int, **asked: int | None) -> Axes:
         UserError: sizes that do not divide, or do not use, the devices of the role.
     """
     assert asked.keys() <= set(AXIS_NAMES), asked
-    given = {name: asked.get(name) for name in AXIS_NAMES}
-    sizes = {name: size for name, size in given.items() if size is not None}
+    stated = {name: asked.get(name) for name in AXIS_NAMES}
+    sizes = {name: size for name, size in stated.items() if size is not None}
     axes_text = " ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items())
     for name, size in sizes.items():
         if size < 1 and size != -1:
@@ -121,7 +121,7 @@ def row_shards(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in ROWS)
 
 
-def divided(size: int, axes: tuple[AxisName, ...], sizes: Mapping[str, int]) -> SplitOver:
+def dim_spec(size: int, axes: tuple[AxisName, ...], sizes: Mapping[str, int]) -> SplitOver:
     """Returns the entry of a `PartitionSpec` for a dim of this size: its axes, without those of one
     device, or None if they do not divide it."""
     axes = tuple(axis for axis in axes if sizes[axis] > 1) or axes[:1]

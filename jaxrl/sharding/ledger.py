@@ -5,7 +5,7 @@ Every worker has one ledger. Roles register the arrays that they keep (`resident
 records the peak of the fullest device.
 
 Before each call the worker enters a stage with the name of the call (`actor.update`). Towards its
-end (`nearly_done`) the arrays of the next stage, taken to be the one that followed the last time,
+end (`prefetch_next`) the arrays of the next stage, taken to be the one that followed the last time,
 start to move back, if they fit below the current peak.
 """
 
@@ -133,12 +133,11 @@ class Ledger:
                     f" {', '.join(kinds)}; set offload.params, optimizer and frozen to false"
                 )
         self._residents[name] = _Resident(name, stages, read, write, offload, stale_at)
-        self.changed()
+        self.refresh()
 
     def enter(self, stage: str) -> None:
         """Frees, offloads and brings back arrays as the stage needs it. No program of the last
-        stage may still be running: roles wait for their programs before they return.
-        """
+        stage may still be running: roles wait for their programs before they return."""
         if self._stage:
             self._after[self._stage] = stage
         self._stage = stage
@@ -154,7 +153,7 @@ class Ledger:
                 resident.write(None)
                 for array in arrays:
                     array.delete()
-                self.changed()
+                self.refresh()
         # What another resident keeps on the device stays, whichever of them may leave it.
         kept |= {buffer(x) for r in rest if not r.offload for x in _arrays(r.read())}
         self._await()  # an array must have arrived before it is sent away again
@@ -168,9 +167,9 @@ class Ledger:
             started = time.monotonic()
             size = _nbytes([x for x in here if buffer(x) not in copies])
             with self.announce(f"{resident.name} to the host"):
-                given = [copies.get(buffer(x), x) for x in here]
+                arrays = [copies.get(buffer(x), x) for x in here]
                 away = [x.sharding.with_memory_kind(HOST) for x in here]
-                new = jax.block_until_ready(_put(given, away))
+                new = jax.block_until_ready(_put(arrays, away))
             copies |= {buffer(before): after for before, after in zip(here, new, strict=True)}
             moved = {id(before): after for before, after in zip(here, new, strict=True)}
             old += here
@@ -184,9 +183,9 @@ class Ledger:
         for resident in wanted:
             self._call_back(resident)
         self._await()
-        self.changed()
+        self.refresh()
 
-    def nearly_done(self) -> None:
+    def prefetch_next(self) -> None:
         """Starts to move the arrays of the next stage back; a role calls this when the rest of its
         stage needs less memory."""
         following = self._after.get(self._stage)
@@ -199,17 +198,17 @@ class Ledger:
             if incoming and max(sum(self._held.values(), incoming).values()) <= self.peak:
                 self._call_back(resident)
 
-    def changed(self) -> None:
+    def refresh(self) -> None:
         """Notes that a resident has other arrays than before; a role calls this then. `enter` does
         it too."""
         seen: set[Buffer] = set()
         for resident in self._residents.values():
-            mine: Counter[jax.Device] = Counter()
+            held: Counter[jax.Device] = Counter()
             for array in _arrays(resident.read(), away=False):
                 if buffer(array) not in seen:
                     seen.add(buffer(array))
-                    mine += _per_device(array)
-            self._held[resident.name] = mine
+                    held += _per_device(array)
+            self._held[resident.name] = held
         self._note()
 
     def put(self, name: str, tree: Tree) -> None:
@@ -218,8 +217,8 @@ class Ledger:
         arrays = _arrays(tree)
         self._pinned[name] = [buffer(array) for array in arrays]
         resident = {buffer(x) for r in self._residents.values() for x in _arrays(r.read())}
-        own = [array for array in arrays if buffer(array) not in resident]
-        self._held[name] = sum(map(_per_device, own), Counter())
+        others = [array for array in arrays if buffer(array) not in resident]
+        self._held[name] = sum(map(_per_device, others), Counter())
         self._note()
 
     def drop(self, name: str) -> None:
@@ -248,9 +247,9 @@ class Ledger:
             ),
         )
         if form not in known:
-            found = program.lower(*args, **kwargs).compile().memory_analysis()
-            new = found.output_size_in_bytes - found.alias_size_in_bytes if found else 0
-            known[form] = found.temp_size_in_bytes + max(new, 0) if found else 0
+            analysis = program.lower(*args, **kwargs).compile().memory_analysis()
+            new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes if analysis else 0
+            known[form] = analysis.temp_size_in_bytes + max(new, 0) if analysis else 0
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         devices = set().union(*(array.sharding.addressable_devices for array in arrays))
         name = f"temporaries of {getattr(program, '__name__', 'a program')}"
@@ -277,7 +276,7 @@ class Ledger:
         moved = {id(before): after for before, after in zip(old, new, strict=True)}
         resident.write(jax.tree.unflatten(form, [moved.get(id(x), x) for x in leaves]))
         self._coming.append((resident.name, new, started))
-        self.changed()
+        self.refresh()
 
     def _await(self) -> None:
         """Waits for all transfers back to the device."""

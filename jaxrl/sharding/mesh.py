@@ -17,13 +17,9 @@ from jax._src import hardware_utils  # no public function counts chips
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxrl.errors import UserError, counted
+from jaxrl.process import xla_flags
 from jaxrl.process.compile_cache import compile_unordered_programs_again
 from jaxrl.process.gpu_memory import take_share
-from jaxrl.process.xla_flags import (
-    check_jax_settings,
-    ignore_absent_accelerators,
-    wait_for_slow_devices,
-)
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 from jaxrl.sharding.placement import Placement, device_list
 from jaxrl.types import Tree
@@ -31,7 +27,7 @@ from jaxrl.types import Tree
 HOST_COUNT_FLAG = "xla_force_host_platform_device_count"
 DEV = Path("/dev")
 CROWD = 8
-"""So many emulated devices for each core are called slow."""
+"""Emulated devices for each core from which on they are called slow."""
 MOST_EMULATED = 512
 """CPU devices that are made without being told how many: each takes threads and memory."""
 
@@ -74,7 +70,7 @@ def ensure_devices(needed: int) -> Visible:
     Raises:
         UserError: fewer than `needed`, with the reason and the way out.
     """
-    check_jax_settings()
+    xla_flags.check_jax_settings()
     asked = _count_asked_for()
     late = False
     if asked is None:  # harmless where there is an accelerator: only the CPU backend reads it
@@ -82,8 +78,8 @@ def ensure_devices(needed: int) -> Visible:
             jax.config.update("jax_num_cpu_devices", min(needed, MOST_EMULATED))
         except RuntimeError:  # the backend runs already
             late = True
-    wait_for_slow_devices()
-    ignore_absent_accelerators()
+    xla_flags.wait_for_slow_devices()
+    xla_flags.ignore_absent_accelerators()
     take_share()
     try:
         devices = tuple(jax.devices())
@@ -147,10 +143,9 @@ def tpu_chips_here() -> int:
 
 
 def threads_of_one_process(needed: int) -> int:
-    """Threads for which XLA would cut the work of this process if it emulated the devices of a run
-    that needs so many: the results of large matrix products depend on that number, in their last
-    bits.
-    """
+    """Counts the threads for which XLA would cut the work of this process if it emulated the
+    devices of a run that needs so many: the results of large matrix products depend on that number,
+    in their last bits."""
     asked = _count_asked_for()
     cores = int(os.environ.get("NPROC") or cores_here())
     return max(cores, needed if asked is None else int(asked.rpartition("=")[2]))
@@ -201,10 +196,10 @@ def role_meshes(
 def verify_arrays(role: str, arrays: Tree, mesh: Mesh) -> None:
     """Checks, inside the worker, that a role's arrays lie on exactly the devices of its mesh."""
     held = {device.id for leaf in jax.tree.leaves(arrays) for device in leaf.sharding.device_set}
-    given = {device.id for device in mesh.devices.flat}
-    if held != given:
+    expected = {device.id for device in mesh.devices.flat}
+    if held != expected:
         raise RuntimeError(
-            f"{role} was given devices {device_list(given)}, but its arrays lie on"
+            f"{role} was given devices {device_list(expected)}, but its arrays lie on"
             f" {device_list(held)}"
         )
 

@@ -209,7 +209,7 @@ def check_visible(placement: Placement, visible: int) -> Placement:
 
 
 def device_list(devices: Iterable[int]) -> str:
-    """Numbers as ranges: `0-3`, `5`, `0,2-3`."""
+    """Writes numbers as ranges: `0-3`, `5`, `0,2-3`."""
     runs: list[list[int]] = []
     for i in sorted(devices):
         if runs and i == runs[-1][1] + 1:

@@ -79,12 +79,12 @@ class Shards:
             shared = overlap(piece.box, wanted)
             if shared is None:
                 continue
-            inside: Any = (..., *_within(shared, piece.box))  # a view, also of 0 dims
+            inside: Any = (..., *_slices_within(shared, piece.box))  # a view, also of 0 dims
             values = piece.fetch()[inside]
             if values.shape == sizes:
                 return values
             out = np.empty(sizes, self.dtype) if out is None else out
-            out[_within(shared, wanted)] = values
+            out[_slices_within(shared, wanted)] = values
             filled += values.size
         if filled != int(np.prod(sizes, dtype=np.int64)):
             raise RuntimeError(f"the pieces of an array of {self.shape} do not cover {wanted}")
@@ -121,7 +121,7 @@ def concat_rows(parts: Sequence[Shards]) -> Shards:
     return Shards((start, *first.shape[1:]), first.dtype, tuple(pieces))
 
 
-def held_pieces(x: jax.Array) -> list[tuple[Box, jax.Array]]:
+def local_pieces(x: jax.Array) -> list[tuple[Box, jax.Array]]:
     """Returns the boxes of `x` that this process answers for, on their devices: together the
     processes of its mesh give each box once."""
     return [
@@ -131,7 +131,7 @@ def held_pieces(x: jax.Array) -> list[tuple[Box, jax.Array]]:
     ]
 
 
-def _within(shared: Box, box: Box) -> tuple[slice, ...]:
+def _slices_within(shared: Box, box: Box) -> tuple[slice, ...]:
     """Returns `shared` as slices of an array that fills `box`."""
     return tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(shared, box, strict=True))
 
@@ -224,7 +224,7 @@ def to_host(x: jax.Array | np.ndarray) -> np.ndarray:
     together."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         assert isinstance(x.sharding, NamedSharding)
-        x = _in(NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+        x = _gather_program(NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
     return np.asarray(x)
 
 
@@ -243,12 +243,16 @@ def _checksum(x: jax.Array) -> jax.Array:
         place = place * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     mixed = jnp.zeros_like(place)
     for word in (place, bits.astype(jnp.uint32)):
-        mixed = mixed ^ word
-        # MurmurHash3's finaliser: each value becomes another.
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
-        mixed = mixed ^ (mixed >> 16)
+        mixed = mix_bits(mixed ^ word)
     return jnp.sum(mixed, dtype=jnp.uint32)
+
+
+def mix_bits(x: jax.Array) -> jax.Array:
+    """Applies the finaliser of MurmurHash3 to uint32 numbers: a bijection that changes half of the
+    bits for each bit."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def _move(x: jax.Array | Rows | Shards | np.ndarray, target: Sharding) -> jax.Array:
@@ -258,14 +262,14 @@ def _move(x: jax.Array | Rows | Shards | np.ndarray, target: Sharding) -> jax.Ar
         return _from_boxes(x.shape, x.dtype, x.read, target)
     if isinstance(x, Rows):
         if not all(part.is_fully_addressable for part in x.parts):
-            return _move(_in(x.parts[0].sharding)(*x.parts), target)
-        return _assembled([_held_rows(x)], [target])[0]
+            return _move(_gather_program(x.parts[0].sharding)(*x.parts), target)
+        return _assemble_arrays([_row_shards_by_box(x)], [target])[0]
     if not isinstance(x, jax.Array):
         return put(x, target)
     if x.sharding == target:
         return x
     together = x.sharding.device_set == target.device_set
-    return _in(target)(x) if together else put(to_host(x), target)
+    return _gather_program(target)(x) if together else put(to_host(x), target)
 
 
 def _move_together(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax.Array]:
@@ -315,8 +319,8 @@ def _from_boxes(
 
 
 @lru_cache(maxsize=256)
-def _in(target: Sharding) -> Callable[..., jax.Array]:
-    """Arrays over the devices of `target`, joined by rows, in `target`."""
+def _gather_program(target: Sharding) -> Callable[..., jax.Array]:
+    """Returns the program that joins arrays over the devices of `target` by rows, in `target`."""
 
     def join(*parts: jax.Array) -> jax.Array:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
@@ -325,17 +329,17 @@ def _in(target: Sharding) -> Callable[..., jax.Array]:
 
 
 def put_pieces(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax.Array]:
-    """Arrays in `targets`, through slices that go from device to device; asynchronous. Each device
-    cuts and joins the slices of all arrays in one program."""
-    return _assembled([(_held(x), x.shape) for x in xs], targets)
+    """Moves arrays into `targets`, through slices that go from device to device; asynchronous. Each
+    device cuts and joins the slices of all arrays in one program."""
+    return _assemble_arrays([(_shards_by_box(x), x.shape) for x in xs], targets)
 
 
 def piece_programs(
     xs: Sequence[Abstract | Rows], targets: Sequence[Sharding]
 ) -> list[tuple[Pieces, list[Array]]]:
     """Lists the programs of `reshard` on accelerators that are not present: functions that cut
-    slices out of arrays, and functions that join them at their destinations. Of devices that do the
-    same, only one is listed.
+    slices out of arrays, and functions that join them at their destinations. Where several
+    devices do the same, only one is listed.
 
     Args:
         xs: arrays with shardings, or `Rows` of such.
@@ -344,10 +348,10 @@ def piece_programs(
     pairs = list(zip(xs, targets, strict=True))
     for x, target in pairs:
         if isinstance(x, Rows):
-            _assemble([_held_rows(x)], [target], calls)
+            _assemble([_row_shards_by_box(x)], [target], calls)
     moving = [(x, at) for x, at in pairs if not isinstance(x, Rows) and x.sharding != at]
     for part in _parts([x.size * x.dtype.itemsize for x, _ in moving]):
-        arrays = [(_held(x), x.shape) for x, _ in moving[part]]
+        arrays = [(_shards_by_box(x), x.shape) for x, _ in moving[part]]
         _assemble(arrays, [at for _, at in moving[part]], calls)
     return list(calls.items())
 
@@ -375,7 +379,7 @@ def _device(x: jax.Array | Abstract) -> jax.Device:
     return next(iter(x.sharding.device_set))
 
 
-def _held(x: jax.Array | Abstract) -> Held:
+def _shards_by_box(x: jax.Array | Abstract) -> Held:
     """Returns the shards of `x` by their boxes, with all copies of each."""
     held: Held = {}
     if isinstance(x, Abstract):
@@ -389,23 +393,23 @@ def _held(x: jax.Array | Abstract) -> Held:
     return held
 
 
-def _held_rows(x: Rows) -> tuple[Held, tuple[int, ...]]:
+def _row_shards_by_box(x: Rows) -> tuple[Held, tuple[int, ...]]:
     """Returns the shards of all parts, and the shape of the whole."""
     sources: Held = {}
     rows = 0
     for part in x.parts:
-        for ((start, stop), *rest), copies in _held(part).items():
+        for ((start, stop), *rest), copies in _shards_by_box(part).items():
             sources[(start + rows, stop + rows), *rest] = copies
         rows += part.shape[0]
     return sources, (rows, *x.parts[0].shape[1:])
 
 
-def _assembled(wanted: Sequence[Wanted], targets: Sequence[Sharding]) -> list[jax.Array]:
+def _assemble_arrays(wanted: Sequence[Wanted], targets: Sequence[Sharding]) -> list[jax.Array]:
     """Assembles for each the array of its shape in its sharding."""
-    each = zip(_assemble(wanted, targets), wanted, targets, strict=True)
+    triples = zip(_assemble(wanted, targets), wanted, targets, strict=True)
     return [
         jax.make_array_from_single_device_arrays(shape, target, shards)
-        for shards, (_, shape), target in each
+        for shards, (_, shape), target in triples
     ]
 
 
@@ -427,28 +431,29 @@ def _assemble(
         else at.devices_indices_map(shape)
         for (_, shape), at in zip(wanted, targets, strict=True)
     ]
-    for (sources, shape), there in zip(wanted, places, strict=True):
-        for device, index in there.items():
+    for (sources, shape), devices in zip(wanted, places, strict=True):
+        for device, index in devices.items():
             assert index is not None, "every device here holds a shard"
             box = box_of(index, shape)
-            mine, offsets = [], []
+            numbers, offsets = [], []
             for source, copies in sources.items():
                 shared = overlap(source, box)
                 if shared is None:
                     continue
-                here = [c for c in copies if _device(c) == device]
-                data = here[0] if here else copies[turn % len(copies)]  # replicas share the sending
+                local = [c for c in copies if _device(c) == device]
+                # Replicas share the sending.
+                data = local[0] if local else copies[turn % len(copies)]
                 turn += 1
                 within = tuple(
                     (lo - a, hi - a) for (lo, hi), (a, _) in zip(shared, source, strict=True)
                 )
                 held = cuts.setdefault(_device(data), [])
-                mine.append(len(pieces))
+                numbers.append(len(pieces))
                 pieces.append((_device(data), len(held)))
                 held.append((data, within))
                 offsets.append(tuple(lo - c for (lo, _), (c, _) in zip(shared, box, strict=True)))
             size = tuple(hi - lo for lo, hi in box)
-            joins.setdefault(device, []).append((mine, tuple(offsets), size))
+            joins.setdefault(device, []).append((numbers, tuple(offsets), size))
     cut: dict[jax.Device, list[Array]] = {}
     for device, held in cuts.items():  # a shard that is cut whole is itself
         out = cut[device] = [data for data, _ in held]
@@ -459,20 +464,22 @@ def _assemble(
                 partial, _run(program, [out[i] for i in partial], calls), strict=True
             ):
                 out[i] = piece
-    receivers = {i: device for device, each in joins.items() for mine, *_ in each for i in mine}
+    receivers = {
+        i: device for device, parts in joins.items() for numbers, *_ in parts for i in numbers
+    }
     to = [receivers[i] for i in range(len(pieces))]
     sent = _send([cut[device][at] for device, at in pieces], to, calls)
     shards: dict[jax.Device, Iterator[Array]] = {}
-    for device, each in joins.items():  # a shard of a single piece is the piece
-        out = [sent[mine[0]] for mine, _, _ in each]
-        partial = [i for i, (_, _, size) in enumerate(each) if out[i].shape != size]
+    for device, parts in joins.items():  # a shard of a single piece is the piece
+        out = [sent[numbers[0]] for numbers, _, _ in parts]
+        partial = [i for i, (_, _, size) in enumerate(parts) if out[i].shape != size]
         if partial:
-            program = _join(tuple(each[i][1:] for i in partial))
-            given = [[sent[piece] for piece in each[i][0]] for i in partial]
-            for i, shard in zip(partial, _run(program, given, calls), strict=True):
+            program = _join(tuple(parts[i][1:] for i in partial))
+            inputs = [[sent[piece] for piece in parts[i][0]] for i in partial]
+            for i, shard in zip(partial, _run(program, inputs, calls), strict=True):
                 out[i] = shard
         shards[device] = iter(out)
-    return [[next(shards[device]) for device in there] for there in places]
+    return [[next(shards[device]) for device in devices] for devices in places]
 
 
 @lru_cache(maxsize=256)
@@ -486,9 +493,9 @@ def _cut(boxes: tuple[Box, ...]) -> Callable[..., list[jax.Array]]:
 
 @lru_cache(maxsize=256)
 def _join(shards: tuple[tuple[Offsets, tuple[int, ...]], ...]) -> Callable[..., list[jax.Array]]:
-    def join(each: list[list[jax.Array]]) -> list[jax.Array]:
+    def join(pieces_of_shards: list[list[jax.Array]]) -> list[jax.Array]:
         out = []
-        for pieces, (offsets, shape) in zip(each, shards, strict=True):
+        for pieces, (offsets, shape) in zip(pieces_of_shards, shards, strict=True):
             shard = jnp.zeros(shape, pieces[0].dtype)
             for piece, offset in zip(pieces, offsets, strict=True):
                 shard = jax.lax.dynamic_update_slice(shard, piece, offset)

@@ -49,7 +49,7 @@ class Gpu:
     l2_mib: int
     clock_ghz: float
     tflops: int
-    """Of dense products of 16-bit floats that are summed in float32."""
+    """Rate of dense products of 16-bit floats that are summed in float32."""
     bandwidth_gbs: int
     memory: int
     """Bytes that CUDA reports."""
@@ -106,7 +106,7 @@ that join pairs of H100 are not counted."""
 HOST_GPUS = 8
 """GPUs of one host; a target with more has several hosts."""
 MOST_GPUS = 4096
-"""Of a target: the description of more would only take long."""
+"""Most GPUs of a target: the description of more would only take long."""
 HOST_CHIPS = (2, 2, 1)
 """TPU chips of one host, along each dimension."""
 HOST_LINK_GBS = 50.0
@@ -120,7 +120,7 @@ class Tpu:
     kinds: tuple[str, ...]
     """`jax.Device.device_kind`, by libtpu and by other clients."""
     tflops: int
-    """Of products in bfloat16."""
+    """Rate of products in bfloat16."""
     bandwidth_gbs: int
     memory: int
     """Bytes of a chip that a program may use."""
@@ -209,7 +209,7 @@ def block_shared_bytes(capability: tuple[int, int]) -> int:
     """Returns the bytes of shared memory that a block may have on GPUs of a compute capability: of
     one that no target has, those of the next lower one."""
     known = {gpu.capability: gpu.shared_kib for gpu in GPUS.values()}
-    nearest = max((one for one in known if one <= capability), default=min(known))
+    nearest = max((x for x in known if x <= capability), default=min(known))
     return (known[nearest] - 1) * 1024
 
 
@@ -358,9 +358,9 @@ def best_seconds(run: Callable[[], object]) -> float:
     import jax
 
     jax.block_until_ready(run())
-    found: list[float] = []
-    while len(found) < TRIES or sum(found) < TRY_S:
+    seconds: list[float] = []
+    while len(seconds) < TRIES or sum(seconds) < TRY_S:
         begin = time.perf_counter()
         jax.block_until_ready(run())
-        found.append(time.perf_counter() - begin)
-    return min(found)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)

@@ -46,14 +46,7 @@ from jaxrl.process import atomic_files
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import part_rows
 from jaxrl.runtime.worker import phase
-from jaxrl.teacher.protocol import (
-    Options,
-    Positive,
-    ProtocolMessage,
-    Shapes,
-    first_mistake,
-    present,
-)
+from jaxrl.teacher import protocol
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, TeacherSignal, signal_of
 
 FORMAT = 1
@@ -89,7 +82,7 @@ Stored = Literal["float32", "bfloat16", "int8"]
 """How hidden states lie on disk. int8: each token's with a scale of its own, float32."""
 
 
-class StorageError(ProtocolMessage):
+class StorageError(protocol.ProtocolMessage):
     """KL(P || P') of the teacher's distribution P and the one that the stored hidden states give,
     in nats per token, at `distill.distill_temperature`."""
 
@@ -105,7 +98,7 @@ class StorageError(ProtocolMessage):
         )
 
 
-class ScoreManifest(ProtocolMessage):
+class ScoreManifest(protocol.ProtocolMessage):
     """Whose scores a folder holds, and of what kind."""
 
     format: int
@@ -117,13 +110,13 @@ class ScoreManifest(ProtocolMessage):
     """In which it computed."""
     stored: Stored
     """Of its hidden states; float32 for other signals."""
-    options: Options
+    options: protocol.Options
     """The part of `distill.*` that scores depend on."""
     samples: int
     """The teacher's samples of each prompt; 0: the completions are the data's."""
     error: StorageError | None = None
     """Measured where `stored` cannot hold what the teacher computed."""
-    longest: Positive | None = None
+    longest: protocol.Positive | None = None
     """Tokens of the longest sequence that the teacher was made for (`DecoderConfig.for_length`);
     None: an older jaxrl did not note it."""
     sampling: dict[str, JsonValue] = {}
@@ -171,7 +164,7 @@ def dequantised(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 def in_storage(signal: TeacherSignal, stored: Stored) -> dict[str, np.ndarray]:
     """Returns the arrays of a signal as a shard has them; the first dims stay."""
-    arrays = {name: np.asarray(x) for name, x in present(signal).items()}
+    arrays = {name: np.asarray(x) for name, x in protocol.present(signal).items()}
     if "hidden" not in arrays:
         return arrays
     if stored == "int8":
@@ -180,7 +173,7 @@ def in_storage(signal: TeacherSignal, stored: Stored) -> dict[str, np.ndarray]:
     return {"hidden": arrays["hidden"].astype(jnp.dtype(stored))}
 
 
-def shapes_of(manifest: ScoreManifest, width: int) -> Shapes:
+def shapes_of(manifest: ScoreManifest, width: int) -> protocol.Shapes:
     """Returns the tensors of a shard that have an entry for each token.
 
     Args:
@@ -276,7 +269,7 @@ def read_checksums(folder: Path) -> dict[str, dict[str, int]]:
     except FileNotFoundError:  # an older jaxrl wrote none
         return {}
     except (OSError, ValidationError) as error:
-        why = error.strerror if isinstance(error, OSError) else first_mistake(error)
+        why = error.strerror if isinstance(error, OSError) else protocol.first_mistake(error)
         raise UserError(
             f"{path} cannot be read: {why}; put it back, or score again into another folder"
         ) from None
@@ -286,7 +279,7 @@ class StoredTensors:
     """The tensors of a file of a folder of scores; each is compared with its checksum before the
     first of it is used."""
 
-    def __init__(self, path: Path, sums: Mapping[str, Mapping[str, int]], shapes: Shapes):
+    def __init__(self, path: Path, sums: Mapping[str, Mapping[str, int]], shapes: protocol.Shapes):
         """
         Args:
             sums: file -> tensor -> checksum; none in a folder of an older jaxrl.
@@ -311,7 +304,7 @@ class StoredTensors:
         if problem := self._misfit(self._shapes):
             raise self._damaged(problem)
 
-    def _misfit(self, shapes: Shapes) -> str | None:
+    def _misfit(self, shapes: protocol.Shapes) -> str | None:
         lengths = {}
         for name, (kind, dims) in shapes.items():
             if name not in self._file.keys():  # noqa: SIM118
@@ -502,12 +495,12 @@ class ScoreCache:
             if file.name in self._sums
         }
 
-    def _stored(self, path: Path, shapes: Shapes) -> StoredTensors:
+    def _stored(self, path: Path, shapes: protocol.Shapes) -> StoredTensors:
         return StoredTensors(path, self._sums, shapes)
 
     def _opened(self, shard: int) -> StoredTensors:
         shapes = shapes_of(self.manifest, self.config.d_model)
-        rows: Shapes = dict.fromkeys(("keys", "prompts"), ("uint8", (KEY_BYTES,)))
+        rows: protocol.Shapes = dict.fromkeys(("keys", "prompts"), ("uint8", (KEY_BYTES,)))
         rows |= {"lengths": ("int32", ()), "stopped": ("uint8", ())}
         return self._stored(self._files[shard], rows | shapes)
 
@@ -569,7 +562,6 @@ class ScoreCache:
         return [[sample(at + i) for i in range(n)] for at in first]
 
     def _tokens(self, name: str, at: int) -> np.ndarray:
-        """Returns the entries of a tensor that are of row `at`."""
         index = self._index
         start, shard = int(index.start[at]), int(index.shard[at])
         stop = start + int(index.length[at])
@@ -606,7 +598,9 @@ def read_manifest(folder: Path, name: str) -> ScoreManifest:
     except OSError as error:
         raise UserError(f"{name}: {path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise UserError(f"{name}: {path} cannot be understood: {first_mistake(error)}") from None
+        raise UserError(
+            f"{name}: {path} cannot be understood: {protocol.first_mistake(error)}"
+        ) from None
     if manifest.format != FORMAT:
         raise UserError(
             f"{name}: written by another jaxrl (format {manifest.format}, this one reads {FORMAT});"
@@ -628,7 +622,7 @@ class CachedTeacher:
     ):
         self._cache, self._live = cache, teacher
         self._dtype = config.teacher.compute_dtype
-        options = Options.of(config.distill, vocab_size)
+        options = protocol.Options.of(config.distill, vocab_size)
         self._fields = tuple(options.tensors(self._dtype, cache.config.d_model))
 
     def score(
@@ -674,7 +668,7 @@ def check_cache(
         rows: (batch, prompt) of all rows of the data that the run reads scores of.
     """
     manifest, name, d = cache.manifest, f"teacher.cache={cache.name}", config.distill
-    for key, ours in Options.of(d, vocab_size).decisive.items():
+    for key, ours in protocol.Options.of(d, vocab_size).decisive.items():
         theirs = getattr(manifest.options, key)
         if theirs == ours or (key == "entropy_top_k" and ours is None):
             continue

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.algorithms.methods import on_policy
+from jaxrl.algorithms.methods import is_on_policy
 from jaxrl.algorithms.protocols import SamplingTeacherRole, TeacherRole
 from jaxrl.algorithms.signals import Projection, prompt_weights, row_weights
 from jaxrl.checkpoint.fingerprint import digest_file, digest_model
@@ -35,7 +35,6 @@ from jaxrl.data.stream import EvalSet, PromptStream
 from jaxrl.data.token_alignment import Aligner, ModelTokenizer, TeacherSamples
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError, about
-from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import Layout, Params, head_sharding, param_shardings
 from jaxrl.roles.actor import SENT_TO_TEACHER, Receiver
@@ -107,20 +106,20 @@ class Teacher:
         return None
 
     @classmethod
-    def stored_config(cls, config: Config) -> DecoderConfig | None:
-        """Returns the `config.json` of a teacher that does not run here, if it is on disk."""
-        return None
+    def planned_models(
+        cls, config: Config, read: Callable[[str], DecoderConfig], student: DecoderConfig
+    ) -> tuple[DecoderConfig, ...]:
+        """Returns the models that a plan counts with, by which what a teacher sends has its size.
+
+        Args:
+            read: maps the name of a model to its config.
+        """
+        return tuple(map(read, config.teacher_models.values()))
 
     @classmethod
     def unknown_model(cls, config: Config) -> str | None:
         """Returns how to make the teacher's `config.json` known to a plan; None where it is."""
         return None
-
-    @property
-    def outcomes(self) -> Outcomes | None:
-        """With a teacher that has its own tokenizer; numpy arrays."""
-        aligner = self.open_aligner()
-        return None if aligner is None else aligner.outcomes
 
     def open_aligner(self) -> Aligner | None:
         """Returns the aligner, in this process."""
@@ -196,8 +195,8 @@ class Teacher:
                 arrays = [None if cap is None else np.float32(cap) for cap in caps]
                 placed = put(arrays, everywhere)
                 frozen["teacher_softcap"] = tuple(placed) if config.teachers else placed[0]
-        if (outcomes := self.outcomes) is not None:
-            frozen["outcomes"] = put(outcomes, everywhere)
+        if (aligner := self.open_aligner()) is not None:
+            frozen["outcomes"] = put(aligner.outcomes, everywhere)
         return frozen
 
     def heads(self, mesh: Mesh) -> Iterator[Head]:
@@ -239,6 +238,9 @@ class LocalModels(Teacher):
     def find(cls, config: Config, student: Student) -> LocalModels:
         read, day = longest_sequence(config, teacher=True), config.data.chat_date
         models = {n: resolve_model(m).for_length(read) for n, m in config.teacher_models.items()}
+        if (template := config.teacher.chat_template) is not None:
+            one = models["teacher"].with_chat_template(template, "teacher.chat_template")
+            models["teacher"] = one
         tokenizers = {name: source.tokenizer(day) for name, source in models.items()}
         own = tokenizers["teacher"] if config.teacher.tokenizer == "own" else None
         vocab_size, aligner = student.config.vocab_size, None
@@ -336,7 +338,7 @@ class LocalModels(Teacher):
         assert mesh is not None, "the plan gives devices to models"
         config, layout, aligner = self.config, layout_of(sampler is not None), self.open_aligner()
         dtype, limit = config.teacher.compute_dtype, config.teacher_prompt_tokens
-        projection = Projection.of(config, mesh, self.vocab_size)
+        projection = Projection.from_config(config, mesh, self.vocab_size)
         if aligner is not None:
             projection = replace(projection, vocab_size=aligner.teacher.vocab_size)
         add_feedback: local_teacher.AddFeedback | None = None
@@ -394,6 +396,12 @@ class ServedTeachers(Teacher):
     @classmethod
     def without_devices(cls, config: Config) -> str:
         return f"it answers at {', '.join(str(one.address) for one in config.served.values())}"
+
+    @classmethod
+    def planned_models(
+        cls, config: Config, read: Callable[[str], DecoderConfig], student: DecoderConfig
+    ) -> tuple[DecoderConfig, ...]:
+        return super().planned_models(config, read, student) or (student.base,)
 
     @classmethod
     def unknown_model(cls, config: Config) -> str:
@@ -468,9 +476,13 @@ class StoredScores(Teacher):
         return f"its scores are read from {config.teacher.cache}" if alone else None
 
     @classmethod
-    def stored_config(cls, config: Config) -> DecoderConfig | None:
+    def planned_models(
+        cls, config: Config, read: Callable[[str], DecoderConfig], student: DecoderConfig
+    ) -> tuple[DecoderConfig, ...]:
         folder = config.teacher.cache
-        return None if config.teacher_models or folder is None else ScoreCache(folder).config
+        assert folder is not None, "`kind_of`"
+        live = super().planned_models(config, read, student)
+        return live or tuple(filter(None, [ScoreCache(folder).config]))
 
     def with_config(self, config: Config) -> Self:
         return replace(self, config=config, beside=self.beside and self.beside.with_config(config))
@@ -485,7 +497,7 @@ class StoredScores(Teacher):
         if self.beside is not None:
             notes += self.beside.check_data(student, prompts, train)
         digest = digest_model(self.models["teacher"].path) if self.models else None
-        scored = train.rows(i for i in range(config.steps) if not on_policy(config, i))
+        scored = train.rows(i for i in range(config.steps) if not is_on_policy(config, i))
         facts = digest, self.vocab_size, student.end_ids, longest_sequence(config, teacher=True)
         return [*notes, check_cache(config, self.cache, *facts, scored)]
 

@@ -16,14 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jaxrl.algorithms.signals import (
-    Projection,
-    merge_signal,
-    mixture_signal,
-    prompts_by_teacher,
-    score_completions,
-    teacher_weights,
-)
+from jaxrl.algorithms import signals
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.data.prompt_encoder import with_feedback
@@ -32,12 +25,12 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.formats.finite import broken_rows, not_finite
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.packing import RowDevices, room_of, row_devices
+from jaxrl.models.packing import RowDevices, capacity_of, row_devices
 from jaxrl.models.parameters import Layout, Params, abstract_params, head, param_shardings
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import PUBLISHED, SENT_TO_TEACHER
 from jaxrl.roles.declared import Program, Resident, local_bytes
-from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_padding, scored_part
+from jaxrl.roles.microbatch import ScoredPart, parts_by_teacher, scored_padding, scored_part
 from jaxrl.roles.rollout import Sampler, receive_weights
 from jaxrl.roles.run_shapes import RunArrays, generates
 from jaxrl.roles.sampling_programs import sampling_programs
@@ -72,7 +65,7 @@ class Scorer:
         self,
         model: DecoderConfig,
         params: Params | None,
-        projection: Projection,
+        projection: signals.Projection,
         max_prompt_tokens: int = 0,
         aligner: Aligner | None = None,
         max_new_tokens: int = 0,
@@ -115,7 +108,7 @@ class Scorer:
             return None
         with phase(f"rows {given.rows.start}-{given.rows.stop} of {len(rollout.group_ids)}"):
             signal = self.run(given)
-            current().nearly_done()
+            current().prefetch_next()
             return signal
 
     def run(self, given: ScoredPart) -> TeacherSignal:
@@ -203,7 +196,7 @@ class RoutedTeachers:
     def __init__(
         self,
         config: Config,
-        projection: Projection,
+        projection: signals.Projection,
         width: int,
         add_feedback: AddFeedback | None = None,
     ):
@@ -249,7 +242,7 @@ class RoutedTeachers:
         given = scored_part(rollout, part, parts, self._devices)
         if given is None:
             return None
-        weights = teacher_weights(self._config, rollout)
+        weights = signals.teacher_weights(self._config, rollout)
         assert weights is not None
         weights = weights[given.rows]
         with phase(f"rows {given.rows.start}-{given.rows.stop} of {len(rollout.group_ids)}"):
@@ -257,7 +250,7 @@ class RoutedTeachers:
                 return self._mixed(given, weights)
             merged: TeacherSignal | None = None
             scorers = list(self._scorers.items())
-            for k, its_rows in own_parts(given, weights, self._devices, mixed=False).items():
+            for k, its_rows in parts_by_teacher(given, weights, self._devices, mixed=False).items():
                 name, scorer = scorers[k]
                 with self._turn("score", name):
                     signal, rows = scorer.run(its_rows), put(weights[:, k] > 0, self._rows)
@@ -281,7 +274,7 @@ class RoutedTeachers:
         self, method: str, prompts: Sequence[Prompt], step: int | None = None
     ) -> list[list[Completion]]:
         sampled: dict[int, list[Completion]] = {}
-        for name, rows in prompts_by_teacher(self._config, prompts).items():
+        for name, rows in signals.prompts_by_teacher(self._config, prompts).items():
             if rows:
                 sampler, asked = self._samplers[name], [prompts[i] for i in rows]
                 with self._turn(method, name):
@@ -298,7 +291,7 @@ class RoutedTeachers:
     def _mixed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
         """Computes by every teacher the rows in which it has a share, and mixes."""
         hidden: list[jax.Array] = []
-        each = own_parts(given, weights, self._devices, mixed=True).values()
+        each = parts_by_teacher(given, weights, self._devices, mixed=True).values()
         for (name, scorer), own in zip(self._scorers.items(), each, strict=True):
             with self._turn("score", name):
                 signal = scorer.run(own)
@@ -311,8 +304,8 @@ class RoutedTeachers:
             here = [scorer.params for scorer in self._scorers.values()]
             heads = tuple(head(params) for params in here if params is not None)
         sequences, ids = jax.tree.map(lambda x: x[: given.live], (given.sequences, given.ids))
-        alone = replace(sequences, group=1, room=None)
-        alone = replace(alone, room=room_of(alone, self._devices))
+        alone = replace(sequences, group=1, capacity=None)
+        alone = replace(alone, capacity=capacity_of(alone, self._devices))
         placed = put((weights, alone, ids), self._rows)
         arguments = (tuple(hidden), heads, *placed)
         with phase(COMBINE), current().running(self._mix, *arguments):
@@ -370,7 +363,13 @@ def teacher_residents(config: Config) -> tuple[Resident, ...]:
 def teacher_arrays(config: Config) -> tuple[Resident, ...]:
     """Returns all arrays that the role keeps: the weights, and the next ones of a teacher that
     follows the policy, while they arrive from another worker."""
-    residents = teacher_residents(config)
+
+    def waiting(run: RunArrays) -> Tree:
+        m = run.shapes
+        return run.signal("teacher", m.padded_rows) if run.teachers and m.signal_waits else ()
+
+    signals = Resident("teacher.signals", "signals in flight", waiting, (), column="activations")
+    residents = (*teacher_residents(config), signals)
     if not config.teacher_follows:
         return residents
 
@@ -383,7 +382,7 @@ def teacher_arrays(config: Config) -> tuple[Resident, ...]:
 
 
 @lru_cache(maxsize=8)  # one program for all scorers of one shape, and for the runs of a process
-def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
+def score_program(model: DecoderConfig, projection: signals.Projection) -> Wrapped:
     """Returns the jitted (parameters, sequences, the student's top-k ids or None) -> the teacher's
     signal, and `broken_rows` of it, of the first `live` rows. Of a teacher with another tokenizer
     further: the alignment of its sequences; the outcomes of the student's and of its own tokens
@@ -400,14 +399,14 @@ def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
         temperature: Array | None = None,
     ) -> tuple[TeacherSignal, Array]:
         at = projection if temperature is None else replace(projection, temperature=temperature)
-        signal = score_completions(at, model, params, sequences, ids, alignment, outcomes)
+        signal = signals.score_completions(at, model, params, sequences, ids, alignment, outcomes)
         return jax.tree.map(lambda x: x[:live], (signal, broken_rows(signal)))
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
     return jax.jit(score_rows, static_argnames="live", out_shardings=rows)
 
 
-def mixture_program(projection: Projection, softcaps: Sequence[float | None]) -> Wrapped:
+def mixture_program(projection: signals.Projection, softcaps: Sequence[float | None]) -> Wrapped:
     """Returns the jitted (hidden states of each teacher, their heads, weights [B, K], sequences,
     the student's top-k ids or None) -> the signal of the mixture.
 
@@ -418,13 +417,13 @@ def mixture_program(projection: Projection, softcaps: Sequence[float | None]) ->
     def combine(
         hidden: tuple[Array, ...], heads: Tree, weights: Array, sequences: Sequences, ids: Array
     ) -> TeacherSignal:
-        return mixture_signal(projection, hidden, heads, softcaps, weights, sequences, ids)
+        return signals.mixture_signal(projection, hidden, heads, softcaps, weights, sequences, ids)
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
     return jax.jit(combine, out_shardings=rows)
 
 
-def merge_program(projection: Projection, width: int) -> Wrapped:
+def merge_program(projection: signals.Projection, width: int) -> Wrapped:
     """Returns the jitted (the signal so far or None, a teacher's signal, its rows [B] bool) -> the
     signal with that teacher's in its rows.
 
@@ -433,7 +432,7 @@ def merge_program(projection: Projection, width: int) -> Wrapped:
     """
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
-    return jax.jit(partial(merge_signal, width=width), out_shardings=rows)
+    return jax.jit(partial(signals.merge_signal, width=width), out_shardings=rows)
 
 
 def teacher_metrics(
@@ -466,7 +465,7 @@ def teacher_metrics(
         rollout = as_the_teacher_reads(rollout, longest, devices.multiple)
     else:
         rollout = aligner.read(rollout, longest, config.teacher_new_tokens, devices.multiple)
-    weights, mixed = teacher_weights(config, rollout), config.mixture is not None
+    weights, mixed = signals.teacher_weights(config, rollout), config.mixture is not None
     row["teacher/padding"] = scored_padding(rollout, parts, devices, weights, mixed)
     return row
 
@@ -480,24 +479,19 @@ def teacher_programs(run: RunArrays) -> Iterator[Program]:
     def stage(name: str, call: str = "score") -> str:
         return ".".join(filter(None, (role, call, name)))
 
-    weights, held = run.teacher_bytes, sum(run.teacher_bytes.values())
     rows, group = run.scored(role, parts)
     for name, model in run.teachers:
         sends, given = run.score(rows, (name, model), group, sends=combines)
         jitted = score_program(model, sends)
         beside = (parts - 1) * local_bytes(run.signal(role, rows))
-        beside += 0 if c.offload.frozen else held - weights[name]
         title = f"score by {name}" if name else "score"
-        phases = ("score",) if weights[name] == max(weights.values()) else ()
-        yield Program(
-            *(role, title, jitted, given, stage(name), phases), beside=beside, calls=parts
-        )
-    projection = Projection.of(c, run.meshes[role], m.vocab)
+        yield Program(role, title, jitted, given, stage(name), beside=beside, calls=parts)
+    projection = signals.Projection.from_config(c, run.meshes[role], m.vocab)
     if c.teachers and c.mixture is None:  # a teacher's rows go among those of the ones before it
         jitted, signal = merge_program(projection, max(m.teacher_widths)), run.signal(role, rows)
         given, calls = (signal, signal, run.array(role, bool, rows)), parts * len(run.teachers)
         last = stage(run.teachers[-1][0])
-        yield Program(role, "merge", jitted, given, last, beside=held, calls=calls)
+        yield Program(role, "merge", jitted, given, last, calls=calls)
     elif c.teachers:  # one signal of the hidden states of all
         models, dtype = m.inputs.teachers, c.teacher.compute_dtype
         hidden = tuple(run.array(role, dtype, rows, m.new_tokens, one.d_model) for one in models)
@@ -508,9 +502,7 @@ def teacher_programs(run: RunArrays) -> Iterator[Program]:
         shares = run.array(role, jnp.float32, rows, len(models))
         given = (hidden, heads, shares, run.sequences(role, rows), ids)
         jitted = mixture_program(projection, [model.final_softcap for model in models])
-        beside = held - local_bytes(heads)
-        how = stage(COMBINE), ("combine",)
-        yield Program(role, "mixture", jitted, given, *how, beside=beside, calls=parts)
+        yield Program(role, "mixture", jitted, given, stage(COMBINE), calls=parts)
     if generates(c, role):
         share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
         for name, model in run.teachers:

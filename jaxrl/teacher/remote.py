@@ -43,9 +43,9 @@ from jaxrl.errors import RunError, UserError, short, shown, user_path
 from jaxrl.losses.divergence import MIN
 from jaxrl.losses.head import log_mixture
 from jaxrl.models.config import DecoderConfig
+from jaxrl.process.awake_clock import TEMPORARY, awake_clock, retry_after
 from jaxrl.process.json_types import JsonObject
 from jaxrl.process.waiting import waiting
-from jaxrl.process.wall_clock import TEMPORARY, retry_after, wall_clock
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import part_rows
 from jaxrl.runtime.worker import POLL_S, phase
@@ -149,7 +149,7 @@ class Endpoint:
             TeacherError: with the address, the question, and what came of it.
             UserError: as `read` raises it.
         """
-        start, pause, tries, wrong, before = wall_clock().awake(), FIRST_PAUSE_S, 0, 0, ""
+        start, pause, tries, wrong, before = awake_clock().awake(), FIRST_PAUSE_S, 0, 0, ""
         end = start + self.timeout if end is None else end
         asked = f"{self}: {method} {path.partition('?')[0]}"
         with waiting(str(self), most=end - start) as known:
@@ -176,7 +176,7 @@ class Endpoint:
                     again, wrong = True, wrong + 1
                 if not again:
                     raise TeacherError(f"{asked}: {problem}")
-                if (now := wall_clock().awake()) >= end:
+                if (now := awake_clock().awake()) >= end:
                     problem = LATE if before in ("", LATE) else f"{LATE} (before: {before})"
                 if wrong >= MOST_WRONG or now + quiet + pause >= end:
                     later = f"; it wants to be asked again in {quiet:.0f} s" if quiet else ""
@@ -194,7 +194,7 @@ class Endpoint:
     def _turn(self, end: float) -> Iterator[None]:
         """Has one of the turns in this block. Raises TimeoutError where none is free until `end`,
         or nobody needs it any more."""
-        awake = wall_clock().awake
+        awake = awake_clock().awake
         while not self.turns.acquire(timeout=min(max(end - awake(), 0.0), POLL_S)):
             if self.over.is_set() or awake() >= end:
                 raise TimeoutError
@@ -231,7 +231,7 @@ class Endpoint:
         headers = {"Accept-Encoding": "identity"} | ({} if body is None else {"Content-Type": kind})
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
-        if (left := end - wall_clock().awake()) <= 0:
+        if (left := end - awake_clock().awake()) <= 0:
             raise TimeoutError
         limits = httpx2.Timeout(left, connect=min(left, CONNECT_S))
         url, answer = self.url.rstrip("/") + path, bytearray()
@@ -244,7 +244,7 @@ class Endpoint:
                 answer += piece
                 if len(answer) > most:
                     raise ValueError(f"it is longer than the {most:,} bytes that were asked for")
-                if wall_clock().awake() >= end:
+                if awake_clock().awake() >= end:
                     raise TimeoutError
         return response.status_code, bytes(answer), response.headers
 
@@ -314,7 +314,7 @@ class TeacherClient:
         size = min(b, rows_at_once(self.info, options, t, sequences.loss_mask.shape[1]))
         if size == 0:
             raise TeacherError(f"{self.endpoint}: one sequence of {t} tokens is over its limits")
-        end = wall_clock().awake() + self.endpoint.timeout
+        end = awake_clock().awake() + self.endpoint.timeout
         parts = (
             jax.tree.map(lambda x, i=i: x[i : i + size], (sequences, ids))
             for i in range(0, b, size)
@@ -425,7 +425,7 @@ class CompletionsClient:
         (b, t), c = tokens.shape, loss_mask.shape[1]
         rows = np.flatnonzero(loss_mask.any(1))
         asked = [tokens[row][mask[row]].tolist() for row in rows]
-        end = wall_clock().awake() + self.endpoint.timeout
+        end = awake_clock().awake() + self.endpoint.timeout
         ask = partial(self.scores, k=k, vocab_size=vocab_size, end=end)
         answers = _side_by_side(ask, asked, self._at_once)
         out: dict[str, np.ndarray] = {"token_logprobs": np.zeros((b, c), np.float32)}

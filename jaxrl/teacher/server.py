@@ -34,7 +34,7 @@ from jaxrl.errors import Refused, UserError
 from jaxrl.formats.finite import check_finite, not_finite
 from jaxrl.models import parameters
 from jaxrl.models.batching import bucket
-from jaxrl.models.packing import room_of, row_devices
+from jaxrl.models.packing import capacity_of, row_devices
 from jaxrl.process.http_server import LOOPBACK, Handler, HttpServer, while_connected
 from jaxrl.process.json_types import JsonObject, Keywords
 from jaxrl.sharding.axes import ROWS
@@ -142,7 +142,6 @@ class TeacherServer(HttpServer):
         return answer
 
     def _teacher(self, request: Request) -> ScoringService:
-        """Returns the teacher that the path names."""
         name = request.path_params.get("teacher", "")
         if name not in self.services:
             first = next(iter(self.services))
@@ -329,11 +328,11 @@ class ScoringService:
             lambda x: np.pad(x, [(0, n * size - b)] + [(0, 0)] * (x.ndim - 1)),
             (request.sequences, request.ids),
         )
-        room = room_of(sequences, devices, np.arange(n * size).reshape(n, size))
+        capacity = capacity_of(sequences, devices, np.arange(n * size).reshape(n, size))
         slices = []
         for start in range(0, b, size):
             inputs = jax.tree.map(lambda x, at=start: x[at : at + size], (sequences, ids))
-            inputs = replace(inputs[0], room=room), inputs[1]
+            inputs = replace(inputs[0], capacity=capacity), inputs[1]
             shapes = str(jax.tree.map(lambda x: (x.shape, x.dtype.name), inputs))
             slices.append(((options, shapes), inputs, min(b - start, size)))
         return slices

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from jaxrl.config.settings import LoggingConfig
 from jaxrl.process.json_types import JsonObject
-from jaxrl.process.streams import Output
+from jaxrl.process.streams import Output, readable
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample, held_out_reward
 from jaxrl.telemetry.timeline import States, Ticker
@@ -75,8 +75,12 @@ _SHOWN_WHEN_POSITIVE = {"staleness", "actor/skipped_updates"}
 _OF_EVALUATIONS = ("eval/accuracy", "eval/environment_reward", "teacher/accuracy")
 
 
-def _shown(row: Row) -> list[tuple[str, str]]:
-    """Returns the label and text of each shown metric that ``row`` has."""
+def _shown(row: Row, evaluated: int | None = None) -> list[tuple[str, str]]:
+    """Returns the label and text of each shown metric that ``row`` has.
+
+    Args:
+        evaluated: the step whose evaluation the row has; None: its own.
+    """
     shown = []
     for name, (label, form) in _SHOWN.items():
         if name not in row or (name in _SHOWN_WHEN_POSITIVE and not row[name]):
@@ -87,6 +91,8 @@ def _shown(row: Row) -> list[tuple[str, str]]:
         text = "not finite" if value is None else format(value, form)
         if value is not None and low is not None and high is not None:
             text += f" ±{50 * (high - low):.1f}"  # half the 95% interval, in points
+        if name in _OF_EVALUATIONS and evaluated not in (None, row["step"]):
+            label += f" of step {evaluated}"
         shown.append((label, text))
     return shown
 
@@ -166,6 +172,7 @@ class Console:
         # The display: step and time left, the latest numbers, samples and workers.
         self._done, self._time_left = start, "-:--"
         self._row: JsonObject = {}
+        self._evaluated: int | None = None
         self._samples: Sequence[Sample] = ()
         self._workers: Table | None = None
 
@@ -221,6 +228,8 @@ class Console:
                 # Evaluations are rare: their last values stay on the screen between them.
                 rare = self._row.items()
                 lasting = {name: v for name, v in rare if name.startswith(_OF_EVALUATIONS)}
+                if any(map(row.__contains__, _OF_EVALUATIONS)):
+                    self._evaluated = row["step"]
                 self._row = lasting | dict(row)
                 self._done, self._time_left = step, "-:--" if eta is None else format_seconds(eta)
                 self._draw(self._screen)
@@ -249,8 +258,7 @@ class Console:
             for sample in samples if self._due else ():
                 prompt = _cut(sample.prompt, SAMPLE_WIDTH, keep_end=True)
                 completion = _cut(sample.completion, SAMPLE_WIDTH)
-                ended = ", ".join(filter(None, (sample.finish_reason, sample.judged)))
-                self._show(f"  {sample.split} {prompt!r} -> {completion!r} ({ended})")
+                self._show(f"  {sample.split} '{prompt}' -> '{completion}' ({sample.summary})")
 
     def close(self) -> None:
         """Leaves the last state of the live display on the screen; later messages come below."""
@@ -281,7 +289,7 @@ class Console:
         progress.add_row("step", f"{self._done}/{self._steps}", bar, f"eta {self._time_left}")
         numbers = [
             Text.assemble((f"{label} ", "dim"), (value, "bold"))
-            for label, value in _shown(self._row)
+            for label, value in _shown(self._row, self._evaluated)
         ]
         display = Table.grid(expand=True)
         display.add_row(progress)
@@ -389,14 +397,13 @@ def _oddities(state: WorkerState, now: float) -> list[str]:
 
 def _cut(text: str, width: int, keep_end: bool = False) -> str:
     """Returns ``text`` on one line of at most ``width`` characters."""
-    text = text.replace("\n", "\\n")
+    text = readable(text)
     if len(text) <= width:
         return text
     return "..." + text[3 - width :] if keep_end else text[: width - 3] + "..."
 
 
 def _worker_table(states: Sequence[WorkerState], now: float) -> Table:
-    """Draws one line a worker: its name, what is odd about it, what it does and since when."""
     table = Table(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
@@ -408,11 +415,16 @@ def _worker_table(states: Sequence[WorkerState], now: float) -> Table:
     return table
 
 
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2g}"
+
+
 def _sample_table(samples: Sequence[Sample], width: int) -> Table:
     """Draws samples on a screen of ``width`` characters: prompt, completion, and as many of the
     other columns, the most needed first, as leave them room."""
     columns = [
         ("judged", [sample.judged for sample in samples]),
+        ("advantage", [_signed(sample.advantage) for sample in samples]),
         ("tokens", [str(sample.tokens) for sample in samples]),
         ("answer", [_cut(sample.answer or "", SAMPLE_WIDTH) for sample in samples]),
         ("ended by", [sample.finish_reason for sample in samples]),

@@ -1,4 +1,5 @@
-"""The numbers of a run: the one table of their names, and the writers of its two JSON files.
+"""The numbers of a run: the one table of their names (`assets/metrics.json`), and the writers of
+its two JSON files.
 
     python -m jaxrl.telemetry.metrics > docs/metrics.md
 
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
+import numpy as np
+
 from jaxrl.config import cli
 from jaxrl.errors import UserError, near, user_path
 from jaxrl.process import atomic_files
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+ASSETS = Path(__file__).parent.parent / "assets"
 
 
 @dataclass(frozen=True)
@@ -43,259 +47,18 @@ class Metric:
 
 PLACEHOLDERS = {
     "reward": r"\w+",
+    "metric": r"\w+",
     "role": "actor|rollout|teacher|reference|reward|grouper",
     "k": "[1-9][0-9]*",
     "set": "[A-Za-z0-9_.-]+",
     "teacher": "[A-Za-z0-9_.-]+",
+    "source": "[A-Za-z0-9_.-]+",
 }
 """What may stand for the variable part of a name in ``METRICS``."""
 
 
-def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
-    """Makes the rows for evaluations on one set of held-out prompts, or on all of them."""
-    rates = {}
-    for name, meaning in (
-        (f"{prefix}/accuracy", f"mean verifier score on {where} (mean@k)"),
-        (
-            f"{prefix}/pass@{{k}}",
-            f"chance that at least one of k samples is right, on {where}; over the prompts whose"
-            f" samples are all judged",
-        ),
-    ):
-        rates[name] = Metric("fraction", meaning)
-        for end, word in (("low", "lower"), ("high", "upper")):
-            interval = f"{word} end of the 95% interval of `{name}`"
-            rates[f"{name}_{end}"] = Metric("fraction", interval)
-    return {
-        **rates,
-        f"{prefix}/unjudged": Metric("completions", f"that could not be judged, on {where}"),
-        f"{prefix}/mean_completion_tokens": Metric("tokens", f"mean completion length on {where}"),
-        f"{prefix}/truncated_fraction": Metric(
-            "fraction", f"completions cut by a limit of tokens or turns, on {where}"
-        ),
-        f"{prefix}/environment_reward": Metric(
-            "reward",
-            f"mean sum of an episode's rewards by its environment, 0 without any, on {where}",
-        ),
-        f"{prefix}/environment_failures": Metric(
-            "episodes", f"episodes whose environment failed; they are not judged, on {where}"
-        ),
-    }
-
-
-METRICS: dict[str, Metric] = {
-    "step": Metric("batches", "batches trained on so far; 0 is the row before training"),
-    "policy_version": Metric("batches", "version of the weights that sampled this batch"),
-    "optimizer_step": Metric("updates", "optimizer updates so far, skipped ones not counted"),
-    "staleness": Metric(
-        "batches", "versions by which the weights that sampled lag behind those that train"
-    ),
-    "loss": Metric("nats/token", "the loss that the optimizer minimises, all terms included"),
-    "distill/divergence": Metric("nats/token", "mean divergence of student and teacher"),
-    "distill/{teacher}/divergence": Metric(
-        "nats/token",
-        "mean divergence from one of several teachers, at the tokens that learn from it (for the"
-        " signal sampled, its estimate log student - log teacher); with data.teacher_key",
-    ),
-    "distill/{teacher}/tokens": Metric(
-        "tokens", "tokens that learn from one of several teachers, times its weight in a mixture"
-    ),
-    "distill/top1_agreement": Metric("fraction", "tokens where both models' top-1 is the same"),
-    "distill/student_entropy": Metric("nats/token", "mean entropy of the student's next token"),
-    "distill/teacher_entropy": Metric("nats/token", "mean entropy of the teacher's next token"),
-    "distill/teacher_tail_mass": Metric("fraction", "teacher's probability outside the top k"),
-    "distill/student_tail_mass": Metric("fraction", "student's probability outside the top k"),
-    "distill/reverse_kl_k1": Metric(
-        "nats/token", "log student - log teacher of sampled tokens (or spans), within 20 nats"
-    ),
-    "distill/ratio_capped": Metric(
-        "fraction", "tokens (or spans) whose importance ratio was capped"
-    ),
-    "distill/gap_clamped": Metric(
-        "fraction",
-        "sampled tokens (or spans) whose log-prob differs from the teacher's by over 20 nats,"
-        " clamped to 20",
-    ),
-    "distill/aligned_bytes": Metric(
-        "fraction", "bytes of completions in spans that both tokenizers have, and that are learned"
-    ),
-    "distill/exact_bytes": Metric(
-        "fraction", "bytes where both tokenizers have the same token, learned without sampling"
-    ),
-    "distill/entropy_aware": Metric("nats/token", "the entropy-aware term, as it enters the loss"),
-    "distill/entropy_gate": Metric("fraction", "tokens where the entropy-aware term acts"),
-    "reward/mean": Metric("reward", "mean weighted reward of sampled completions that have one"),
-    "reward/std": Metric("reward", "standard deviation of the same rewards"),
-    "completions/sampled": Metric(
-        "completions", "sampled for this batch, also those that are not in it; 0 where data are"
-    ),
-    "completions/trained": Metric(
-        "completions", "that the loss learns; with rewards, the policy loss"
-    ),
-    "completions/replaced": Metric(
-        "completions", "of `policy/prompts_replaced`: sampled for the batch, but not in it"
-    ),
-    "completions/dropped": Metric(
-        "completions", "in the batch, of prompts that teach nothing; left out by dynamic sampling"
-    ),
-    "completions/masked": Metric(
-        "completions", "of the others in the batch, left out by `reward.truncated=mask`"
-    ),
-    "reward/trained_mean": Metric(
-        "reward",
-        "mean over the completions in the policy loss (without those that dynamic sampling and"
-        " masks leave out), after the KL penalty",
-    ),
-    "reward/none": Metric("completions", "without a reward: not judged, or a function failed"),
-    "reward/kl": Metric("nats", "mean KL(policy||reference) of a completion, unweighted"),
-    "reward/model_cut": Metric("completions", "texts whose beginning was cut for the reward model"),
-    "reward/{reward}/mean": Metric("reward", "mean of one reward, unweighted"),
-    "reward/{reward}/failures": Metric("completions", "its function raised, or its process ended"),
-    "reward/{reward}/timeouts": Metric("completions", "its function exceeded its timeout"),
-    "reward/{reward}/unjudged": Metric(
-        "completions", "its function returned None: no answer, or none that it can read"
-    ),
-    "policy/ratio": Metric(
-        "1", "mean importance ratio over tokens, at the objective's level: `policy.ratio`"
-    ),
-    "policy/clip_fraction": Metric("fraction", "tokens whose term is held at a bound of the ratio"),
-    "policy/clip_low_fraction": Metric("fraction", "tokens held at the lower bound"),
-    "policy/clip_high_fraction": Metric("fraction", "tokens held at the upper bound"),
-    "policy/clip_fraction_sequences": Metric("fraction", "sequences with a clipped token"),
-    "policy/old_kl_k3": Metric("nats/token", "KL(policy at the batch's start||policy), k3"),
-    "policy/kl_k1": Metric("nats/token", "KL(policy||reference), k1"),
-    "policy/kl_k2": Metric("nats/token", "KL(policy||reference), k2"),
-    "policy/kl_k3": Metric("nats/token", "KL(policy||reference), k3"),
-    "policy/entropy": Metric("nats/token", "mean entropy of the policy's next token"),
-    "policy/experts_load": Metric(
-        "1", "tokens at a layer's busiest expert, relative to a uniform load; mean over layers"
-    ),
-    "policy/experts_balance": Metric(
-        "1",
-        "load-balancing loss over a minibatch (a mean over micro-batches if"
-        " `student.router_aux_loss_coef` is 0); k for a uniform load",
-    ),
-    "policy/experts_entropy": Metric("nats/token", "mean entropy of the routers of experts"),
-    "policy/opd_clamped": Metric(
-        "fraction",
-        "tokens whose log-prob differs from the teacher's by over 20 nats, clamped to 20",
-    ),
-    "policy/mismatch_k3": Metric("nats/token", "KL(policy that sampled||policy at the start), k3"),
-    "policy/mismatch_chi2": Metric(
-        "1", "E[rho^2] - 1, rho = policy at the start / policy that sampled"
-    ),
-    "policy/mismatch_ess": Metric("fraction", "effective sample size by the ratio rho, per token"),
-    "policy/mismatch_max_log_ratio": Metric("nats", "largest absolute log rho of a token"),
-    "policy/correction_weight": Metric("1", "mean weight of the off-policy correction"),
-    "policy/correction_dropped": Metric("fraction", "tokens that the correction leaves out"),
-    "policy/degenerate_groups": Metric(
-        "prompts", "sampled prompts with a reward in which every advantage is 0, penalties left out"
-    ),
-    "policy/refills": Metric("times", "times that more prompts were sampled for the batch"),
-    "policy/prompts_replaced": Metric(
-        "prompts", "sampled prompts that are not in the batch: those sampled are batch_size more"
-    ),
-    "policy/unscored_groups": Metric(
-        "prompts",
-        "sampled prompts without any rewarded completion: none could be judged, or a function"
-        " failed",
-    ),
-    "similarity/groups_per_prompt": Metric("groups", "mean number of clusters of a prompt"),
-    "similarity/singleton_fraction": Metric("fraction", "completions alone in their cluster"),
-    "similarity/silhouette": Metric("1", "mean silhouette of the prompts that are split"),
-    "similarity/unfinished_thoughts": Metric("fraction", "completions without an answer to embed"),
-    "similarity/split_into_{k}": Metric("fraction", "prompts that fall into k clusters"),
-    "sft/loss": Metric("nats/token", "mean negative log-likelihood of the data's completions"),
-    "actor/grad_norm": Metric("norm", "gradient norm before clipping, mean over updates"),
-    "actor/learning_rate": Metric("1", "learning rate of the last update, made or skipped"),
-    "actor/skipped_updates": Metric("updates", "updates skipped in this step, gradient not finite"),
-    "actor/empty_updates": Metric("updates", "updates skipped in this step, no token to train on"),
-    "actor/tokens": Metric("tokens", "completion tokens trained in one pass over the batch"),
-    "actor/padding": Metric("fraction", "padding among the tokens that updates compute"),
-    "teacher/padding": Metric("fraction", "padding among the tokens that the teacher computes"),
-    "teacher/prompt_tokens_mean": Metric("tokens", "mean length of prompts of `teacher.prompt`"),
-    "teacher/feedback_cut": Metric(
-        "completions", "completions whose feedback or text was too long for the teacher's prompt"
-    ),
-    "reference/padding": Metric("fraction", "padding among the tokens that the reference computes"),
-    "rollout/completion_tokens_mean": Metric(
-        "tokens", "mean length of a sampled completion, EOS and environments' answers included"
-    ),
-    "rollout/truncated_fraction": Metric(
-        "fraction",
-        "sampled completions cut at max_new_tokens; episodes also at environment.max_turns or"
-        " turn_tokens",
-    ),
-    "environment/turns_mean": Metric("turns", "the policy's turns in an episode"),
-    "environment/answer_tokens_mean": Metric(
-        "tokens", "mean number of the environment's tokens in an episode"
-    ),
-    "environment/failures": Metric(
-        "episodes",
-        "episodes without a reward: their environment raised, ended or gave an invalid answer",
-    ),
-    "environment/timeouts": Metric(
-        "episodes",
-        "episodes without a reward, because their environment exceeded environment.timeout",
-    ),
-    "rollout/decode_steps": Metric("steps", "decode steps that the batch took"),
-    "rollout/sent_back": Metric(
-        "completions",
-        "preemptions of completions because rollout.cache_tokens was used up; their tokens are"
-        " prefilled again later. If there are many, raise it, or lower rollout.slots",
-    ),
-    "tokens/generated": Metric(
-        "tokens", "completion tokens sampled for this batch, without those of environments"
-    ),
-    "tokens/replaced": Metric("tokens", "of `tokens/generated`, in `completions/replaced`"),
-    "tokens/dropped": Metric(
-        "tokens",
-        "of `tokens/generated`, in `completions/dropped`; 0 where a divergence learns these",
-    ),
-    "tokens/masked": Metric("tokens", "likewise in `completions/masked`"),
-    "tokens/per_second": Metric("tokens/s", "actor/tokens over time/step_s"),
-    "time/step_s": Metric("s", "from the end of the previous update to the end of this one"),
-    "time/environment_s": Metric("s", "part of rollout_s in which all slots waited for answers"),
-    "time/rollout_s": Metric("s", "generating the batch"),
-    "time/score_s": Metric("s", "scoring by the teacher"),
-    "time/reference_s": Metric("s", "log-probs under the reference"),
-    "time/reward_s": Metric("s", "computing all rewards of the batch"),
-    "time/embed_s": Metric("s", "embedding the completions, loading the encoder included"),
-    "time/update_s": Metric("s", "forward, backward and optimizer, all updates of the batch"),
-    "time/weight_sync_s": Metric("s", "sending new weights to the rollout"),
-    "time/teacher_sync_s": Metric("s", "sending the policy or its moving average to the teacher"),
-    "time/evaluate_s": Metric("s", "evaluation"),
-    "weights/sync_bytes": Metric("bytes", "bytes copied in the weight sync, without shared arrays"),
-    "weights/sync_gbps": Metric("GB/s", "sync_bytes over time/weight_sync_s, GB = 1e9 bytes"),
-    "weights/damaged_arrays": Metric(
-        "count", "arrays that arrived with another checksum and were read again"
-    ),
-    "weights/teacher_sync_bytes": Metric("bytes", "copied to the teacher, without shared arrays"),
-    "time/checkpoint_s": Metric("s", "writing the newest checkpoint, in parallel with training"),
-    "checkpoint/step": Metric("batches", "step of the newest finished checkpoint"),
-    "checkpoint/bytes": Metric("bytes", "size of the newest finished checkpoint"),
-    **_evaluation("eval", "the held-out prompts (of several sets the mean, of counts the sum)"),
-    **_evaluation("eval/{set}", "the held-out set of that name, where `data.eval` names several"),
-    "teacher/accuracy": Metric("fraction", "the teacher's accuracy on the same prompts, step 0"),
-    "offload/to_host_bytes": Metric("bytes", "bytes moved to pinned host memory during the step"),
-    "offload/to_device_bytes": Metric("bytes", "bytes moved back to the devices during the step"),
-    "time/offload_s": Metric("s", "time that calls waited for these transfers, without overlap"),
-    "data/epoch": Metric("passes", "passes over the training data, with a fraction"),
-    "compile/programs": Metric(
-        "programs",
-        "programs that the processes of the run compiled since the previous row, or read from the"
-        " compilation cache: none after the first steps, except for new lengths",
-    ),
-    "time/compile_s": Metric("s", "the time that took, summed over threads and processes"),
-    "memory/{role}/peak_bytes": Metric(
-        "bytes",
-        "peak memory so far of the role's fullest device, all roles there together, as the device"
-        " reports it, or by the ledger (docs/hybrid.md) if it reports none (CPU)",
-    ),
-    "memory/{role}/planned": Metric(
-        "flag", "1 if peak_bytes is the planned value, since nothing was measured"
-    ),
-}
+_TABLE: dict[str, list[str]] = json.loads((ASSETS / "metrics.json").read_bytes())
+METRICS = {name: Metric(unit, meaning) for name, (unit, meaning) in _TABLE.items()}
 """Every name that may stand in a row; ``{...}`` stands for what ``PLACEHOLDERS`` says."""
 _PATTERNS = tuple(
     (
@@ -306,7 +69,7 @@ _PATTERNS = tuple(
     if "{" in name
 )
 
-_WHOLE = ("programs", "batches", "updates", "steps", "bytes", "completions", "flag")
+_WHOLE = ("programs", "batches", "updates", "steps", "bytes", "completions", "changes", "flag")
 """Units that are counts: written without a decimal point."""
 
 Value = SupportsFloat | None
@@ -447,6 +210,21 @@ def read_metrics(run: str | Path) -> list[JsonObject]:
 
 
 @dataclass(frozen=True)
+class Training:
+    """What one completion was trained with; None where it has nothing of the kind."""
+
+    learned: int | None = None
+    """Tokens that trained."""
+    reward: float | None = None
+    """With the penalties."""
+    rewards: Mapping[str, float | None] | None = None
+    """Name -> reward of each function, the reward model or the environment, without its weight."""
+    advantage: np.ndarray | float | None = None
+    """Of the completion or, as an array, of each of its tokens."""
+    agreement: float | None = None
+
+
+@dataclass(frozen=True)
 class Sample:
     """One completion as ``samples.jsonl`` and the console show it."""
 
@@ -474,9 +252,19 @@ class Sample:
     """Share of its tokens where student and teacher had the same most probable token when it was
     trained on; null where nobody counted."""
     turns: tuple[JsonObject, ...] | None = None
-    """Of an episode each turn's role, content and reward; null for a completion of one turn."""
+    """Of several turns each one's role (`assistant`, or who answers: `tool`, `user`), content with
+    its calls, number of tokens, whether these are learned, reward and advantage; null for a
+    completion of one turn."""
     failure: str | None = None
     """Why an episode's environment could not go on."""
+    learned: int | None = None
+    """How many of its tokens trained, EOS included: 0 where it was left out; null where nothing
+    was trained."""
+    rewards: JsonObject | None = None
+    """Each reward by its name, without its weight; null where there is none."""
+    advantage: float | None = None
+    """What its reward is worth against the others of its prompt; null where turns have their
+    own."""
 
     @property
     def judged(self) -> str:
@@ -484,6 +272,19 @@ class Sample:
         if self.reward is not None:
             return f"reward {self.reward:.2g}"
         return "" if self.score is None else f"score {self.score:.2g}"
+
+    @property
+    def summary(self) -> str:
+        """Returns how it ended, what it was rewarded with and by whom, its advantage, and whether
+        nothing of it was learned."""
+        parts = [self.finish_reason, self.judged]
+        if self.rewards and len(self.rewards) > 1:
+            each = ("-" if x is None else f"{x:.2g}" for x in self.rewards.values())
+            parts[1] += f" ({', '.join(map(' '.join, zip(self.rewards, each, strict=True)))})"
+        if self.advantage is not None:
+            parts.append(f"advantage {self.advantage:+.2g}")
+        parts.append("not learned" if self.learned == 0 else "")
+        return ", ".join(filter(None, parts))
 
     @classmethod
     def of(
@@ -495,24 +296,45 @@ class Sample:
         split: Literal["train", "data", "eval"],
         policy_version: int,
         score: float | None = None,
-        reward: float | None = None,
+        training: Training = Training(),
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> Self:
-        turns = completion.turns
+        """Describes a completion.
+
+        Args:
+            decode: tokens -> text, for turns of the assistant, whose calls data have beside their
+                content; None: `Turn.text` is shown.
+        """
+        whole, turns, shown, end = training.advantage, completion.turns, list[JsonObject](), 0
+        for turn in turns:
+            begin, end = end, end + turn.tokens
+            ours, content = turn.role == "assistant", turn.text
+            if ours and decode is not None:
+                content = decode(completion.tokens[begin:end])
+            part: JsonObject = {"role": turn.speaker, "content": content, "reward": turn.reward}
+            part |= {"tokens": turn.tokens, "learned": ours and bool(training.learned)}
+            if isinstance(whole, np.ndarray) and ours and turn.tokens:
+                part["advantage"] = float(whole[begin])
+            shown.append(part)
         given = [turn.reward for turn in turns if turn.reward is not None]
-        shown = [{"role": t.role, "content": t.text, "reward": t.reward} for t in turns]
         return cls(
             step=step,
             split=split,
             prompt=prompt.text,
-            completion="\n".join(f"[{t.role}] {t.text}" for t in turns) or completion.text,
+            completion="\n".join(f"[{turn['role']}] {turn['content']}" for turn in shown)
+            or completion.text,
             finish_reason=completion.finish_reason,
             tokens=len(completion.tokens),
             policy_version=policy_version,
             answer=prompt.answer,
             score=score,
-            reward=sum(given) if reward is None and given else reward,
+            reward=sum(given) if training.reward is None and given else training.reward,
+            agreement=training.agreement,
             turns=tuple(shown) or None,
             failure=completion.failure,
+            learned=training.learned,
+            rewards=None if training.rewards is None else dict(training.rewards),
+            advantage=None if isinstance(whole, np.ndarray) else whole,
         )
 
 
@@ -526,35 +348,11 @@ def write_samples(file: JsonLines, samples: Sequence[Sample]) -> None:
 
 def metrics_page() -> str:
     """Returns the page docs/metrics.md."""
-    lines = [
-        "# Metrics",
-        "",
-        "Every name that a row of `metrics.jsonl` may have, and with it TensorBoard, wandb and",
-        "mlflow (which writes `@` as `_at_`). Made from the table in",
-        "[jaxrl/telemetry/metrics.py](../jaxrl/telemetry/metrics.py) by",
-        "`python -m jaxrl.telemetry.metrics > docs/metrics.md`.",
-        "",
-        "A row has the names that its step measured. `null` is a value that was not finite.",
-        "`{role}` is a role of the run, `{set}` a name in `data.eval`, `{k}` a number of samples:",
-        "the powers of two up to `eval.samples`, and `eval.samples` itself.",
-        "",
-        "What is sampled for a batch may not all be in it (`policy.dynamic_sampling=refill`), and",
-        "the loss may leave out a part of the batch. `rollout/`, `environment/`, `reward/`,",
-        "`policy/..._groups` and `tokens/generated` are of everything that was sampled;",
-        "`reward/kl`, `reward/trained_mean`, `similarity/`, `distill/`, `actor/` and the rest of",
-        "`policy/` are of the batch. With rewards, what was sampled is trained on or left out for",
-        "one of three reasons:",
-        "",
-        "    completions/sampled = trained + replaced + dropped + masked   (all of completions/)",
-        "    tokens/generated = actor/tokens + replaced + dropped + masked (all of tokens/)",
-        "",
-        "| name | unit | meaning |",
-        "|---|---|---|",
-    ]
-    lines += [
-        f"| `{name}` | {metric.unit} | {metric.meaning} |" for name, metric in METRICS.items()
-    ]
-    return "\n".join(lines) + "\n"
+    head = (ASSETS / "metrics_page.md").read_text(encoding="utf-8")
+    rows = (
+        f"| `{name}` | {metric.unit} | {metric.meaning} |\n" for name, metric in METRICS.items()
+    )
+    return head + "".join(rows)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -338,9 +338,8 @@ class MLflow(Tracker):
 
 def _sample_text(sample: Sample) -> str:
     """Returns a completion in Markdown; texts are indented, which shows them as they are."""
-    judged = f", {sample.judged}" if sample.judged else ""
     answer = "" if sample.answer is None else f", answer {sample.answer}"
-    head = f"**{sample.split}**: {sample.tokens} tokens, {sample.finish_reason}{judged}{answer}"
+    head = f"**{sample.split}**: {sample.tokens} tokens, {sample.summary}{answer}"
     prompt, completion = (
         indent(text, "    ", lambda _: True) for text in (sample.prompt, sample.completion)
     )

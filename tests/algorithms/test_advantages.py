@@ -119,14 +119,34 @@ def test_what_differs_by_less_than_rounding_is_the_same():
 
 
 def test_rewards_add_up_by_weight():
-    """Group 0 has both; group 1 lacks `style` for good; in group 2 one sample timed out."""
+    """Group 0 has both; group 1 lacks `style` for good; in group 2 one sample lacks `right`."""
     ids = np.array([0, 0, 1, 1, 2, 2, 3, -1])
     rewards = {
         "right": [1.0, 0.0, 1.0, 0.0, 1.0, None, None, 1.0],
         "style": [0.5, 0.25, None, None, 0.5, 0.5, None, 1.0],
     }
     total = combine_rewards(rewards, {"right": 1.0, "style": 2.0}, ids, {})
-    np.testing.assert_allclose(total, [2, 0.5, 1, 0, 2, np.nan, np.nan, np.nan])
+    np.testing.assert_allclose(total, [2, 0.5, 1, 0, 2, 1, np.nan, np.nan])
+    dropped = combine_rewards(rewards, {"right": 1.0, "style": 2.0}, ids, {}, drop=True)
+    np.testing.assert_allclose(dropped, [2, 0.5, 1, 0, 2, np.nan, np.nan, np.nan])
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_a_missing_reward_has_weight_0(scale):
+    """Of rows that lack it, in sums and in rewards that are each normalised by themselves: there,
+    the statistics of the others, and no term of its own."""
+    ids = np.repeat(np.arange(12), 5)
+    weights = {"f": 1.5, "g": -0.5}
+    f, g = RNG.normal(size=(2, len(ids)))
+    lacks = RNG.random(len(ids)) < 0.4
+    missing = np.where(lacks, np.nan, g)
+    total = combine_rewards({"f": f, "g": missing}, weights, ids, {})
+    np.testing.assert_allclose(total, 1.5 * f - 0.5 * np.where(lacks, 0, g))
+    summed = decoupled_rewards({"f": f, "g": missing}, weights, total, ids, scale_by_std=scale)
+    term = group_advantages(missing, ids, scale_by_std=scale)
+    assert (term[lacks] == 0).all()
+    expected = 1.5 * group_advantages(f, ids, scale_by_std=scale) - 0.5 * term
+    np.testing.assert_allclose(summed, expected, atol=1e-12)
 
 
 def test_a_failure_is_missing_and_never_a_reward_that_does_not_apply():
@@ -136,6 +156,8 @@ def test_a_failure_is_missing_and_never_a_reward_that_does_not_apply():
     rewards = {"right": [1.0, 0.0] * 3 + [1.0], "style": [None] * 7}
     failed = {"style": np.array([False, False, True, True, True, False, False])}
     total = combine_rewards(rewards, {"right": 1.0, "style": 2.0}, ids, failed)
+    dropped = combine_rewards(rewards, {"right": 1.0, "style": 2.0}, ids, failed, drop=True)
+    np.testing.assert_array_equal(dropped, total)
     np.testing.assert_array_equal(total, [1, 0, np.nan, np.nan, np.nan, 0, np.nan])
     found = select_groups(total, group_advantages(total, ids), ids)
     assert found.dropped == {"unscored_groups": 1, "degenerate_groups": 1}

@@ -97,7 +97,7 @@ def scored(pair, signal, axes, parts):
     student, teacher = model(pair[0], 32, 0), model(pair[1], 48, 1)
     aligner, mesh = Aligner(student[2], teacher[2]), make_mesh(*axes)
     config, params, _ = teacher
-    projection = Projection.of(made(signal), mesh, config.vocab_size)
+    projection = Projection.from_config(made(signal), mesh, config.vocab_size)
     scorer = Scorer(config, params, projection, 16, aligner, 64)
     rollout = sampled(aligner)
     found = [scorer.score(rollout, part, parts) for part in range(parts)]
@@ -169,7 +169,7 @@ def test_the_loss_is_of_the_beginnings_of_spans_and_of_their_samples(signal):
     batch = jax.device_put(TrainBatch(flat, sent, rollout.sampler_logprobs))
     hidden = np.random.default_rng(1).normal(0, 0.5, (b, c, 32)).astype(np.float32)
     head = np.asarray(parameters.head(student[1]))
-    p = Projection.of(config, mesh, student[0].vocab_size)
+    p = Projection.from_config(config, mesh, student[0].vocab_size)
 
     def found(hidden, head):
         total, count, metrics = distill_loss(p, hidden, head, batch, frozen)

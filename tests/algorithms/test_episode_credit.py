@@ -18,7 +18,7 @@ from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.checkpoint.writer import load_rollout, save_rollout
 from jaxrl.data.batch import make_rollout
 from jaxrl.rewards.batch_rewards import RewardFunctions, episode_rewards
-from jaxrl.telemetry.metrics import Sample
+from jaxrl.telemetry.metrics import Sample, Training
 from jaxrl.types import Completion, Prompt, Rollout, Turn
 
 PROMPTS = [Prompt(id=i, tokens=(1, 2), text=f"p{i}") for i in range(2)]
@@ -192,8 +192,30 @@ def test_a_sample_shows_the_turns() -> None:
     assert shown.turns is not None and [turn["content"] for turn in shown.turns] == [
         "a0", "e0", "a1", "e1", "a2",
     ]  # fmt: skip
-    assert shown.turns[0] == {"role": "assistant", "content": "a0", "reward": 0.5}
+    first = {"role": "assistant", "content": "a0", "reward": 0.5, "tokens": 2, "learned": False}
+    assert shown.turns[0] == first
     assert shown.completion.splitlines()[1] == "[environment] e0"
+    n = len(completion.tokens)
+    training = Training(learned=n, rewards={"f": 1.0, "g": None}, advantage=np.arange(n) / 10)
+    roles: dict[str, tuple[str, ...]] = {"assistant": (), "environment": ("tool",)}
+    answered = [replace(turn, roles=roles[turn.role]) for turn in completion.turns]
+    shown = Sample.of(
+        PROMPTS[0],
+        replace(completion, turns=tuple(answered)),
+        step=1,
+        split="train",
+        policy_version=0,
+        training=training,
+        decode=lambda tokens: f"{len(tokens)} tokens",
+    )
+    assert shown.turns is not None and shown.advantage is None
+    starts = np.cumsum([0, *(turn.tokens for turn in completion.turns)])
+    for turn, start, of in zip(shown.turns, starts, completion.turns, strict=False):
+        assert turn["learned"] == (of.role == "assistant")
+        assert turn.get("advantage") == (start / 10 if turn["learned"] else None)
+    assert shown.completion.splitlines()[:2] == ["[assistant] 2 tokens", "[tool] e0"]
+    assert "(f 1, g -)" in replace(shown, reward=1.0).summary
+    assert replace(shown, learned=0).summary.endswith("not learned")
     plain = replace(completion, turns=())
     alone = Sample.of(PROMPTS[0], plain, step=1, split="train", policy_version=0, score=None)
     assert alone.turns is None and alone.completion == "last"

@@ -488,7 +488,7 @@ def test_rewards_that_are_normalised_each_by_itself():
     task = 2 * each["exact"] + each["math"]
 
     def batch(total, per_reward, *overrides):
-        report = RewardReport(total, task, per_reward, {}, ())
+        report = RewardReport(total, task, per_reward, {}, (), weights=weights)
         made = prepare_rewarded(config("grpo", *asked, *overrides))
         return made(rollout(), {"reward": [report]})
 
@@ -603,7 +603,7 @@ def test_a_kl_of_rounding_alone_teaches_nothing(combined, dtype, rounding):
     draw = np.random.default_rng(6).normal(0, 1, made.logprobs.shape)
     for nats, taught in ((rounding, False), (0.3, True)):
         reference = (made.logprobs + nats * draw).astype(np.float32)
-        report = RewardReport(same, same, {"exact": same}, {}, ())
+        report = RewardReport(same, same, {"exact": same}, {}, (), weights={"exact": 1})
         said = {"reward": [report], "reference": [reference]}
         batch, _ = prepare_rewarded(config("grpo", *asked))(made, said)
         assert batch.advantages.any() == taught
@@ -674,7 +674,7 @@ def test_dynamic_sampling_keeps_what_has_an_advantage(asked):
     each = {"exact": first.ravel(), "math": second.ravel()}
     each = {name: np.pad(x, (0, rows() - n), constant_values=np.nan) for name, x in each.items()}
     task = each["exact"] + each["math"]
-    report = RewardReport(task, task, each, {}, ())
+    report = RewardReport(task, task, each, {}, (), weights=dict.fromkeys(each, 1))
     answers = np.tile([0, 0, 1], (GROUPS, 1))
     answers[DEGENERATE] = 0
     vectors = np.eye(2, dtype=np.float32)[answers.ravel()]
@@ -1088,7 +1088,7 @@ def value_and_gradient_of(case):
         params = {"lm_head": {"kernel": kernel}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "jaxrl.algorithms.methods.completion_hidden",
+                "jaxrl.algorithms.signals.completion_hidden",
                 lambda model, params, packing, *_, **__: packing.completions.pack(hidden),
             )
             (total, _), sums, _ = loss(params, {"teacher_head": teacher_head}, batch, totals)

@@ -29,5 +29,5 @@ def test_a_call_is_sent_by_the_name_of_the_method():
     actor = SimpleNamespace(call=lambda *args, **kwargs: sent.append((args, kwargs)))
     calls = Calls(Config.load(None, ["deadlines.weight_sync=7"]), {"actor": actor})
     calls.call("actor", ActorRole.publish, version=3, dtype="float32")
-    asked = {"version": 3, "dtype": "float32", "deadline": 7, "aside": False}
+    asked = {"version": 3, "dtype": "float32", "deadline": 7, "aside": False, "own_error": False}
     assert sent == [(("publish",), asked)]

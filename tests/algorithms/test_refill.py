@@ -101,12 +101,14 @@ def test_what_teaches_nothing_is_replaced_and_yet_counts_in_the_mean():
         "reward/mean": pytest.approx(np.mean(known)),
         "reward/std": pytest.approx(np.std(known)),
         "reward/f/mean": pytest.approx(np.mean(known) / 2),
+        "reward/f/missing": 1 / 12,
         "reward/f/failures": 1,
         "time/reward_s": 1.5,
         "policy/refills": 2,
         "policy/prompts_replaced": 4,
     }
-    assert got.batch.replaced == SampleCounts(4, 8, 8, 8, unscored_groups=0, degenerate_groups=3)
+    replaced = SampleCounts(4, 8, 8, 8, degenerate_groups=3, prompt_tokens=4 * 2)
+    assert got.batch.replaced == replaced
     assert got.report.notes == ("note 1", "note 2", "note 3")
 
 

@@ -58,7 +58,7 @@ def test_what_may_overlap():
 def test_a_teacher_that_follows_scores_with_all_updates_before_the_batch(staleness):
     """Also once the run resumes: the version that scores batch i is i."""
     schedules = [Schedule(9, staleness, scores_ahead=False)]
-    schedules += [Schedule.after(5, staleness, 9, staleness, scores_ahead=False)]
+    schedules += [Schedule.resume(5, staleness, 9, staleness, scores_ahead=False)]
     for schedule in schedules:
         published, scored = schedule.published, schedule.scored
         for action in schedule:

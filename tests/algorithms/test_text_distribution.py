@@ -19,7 +19,7 @@ from jaxrl import Config
 from jaxrl.algorithms.signals import Projection, distill_loss
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.token_alignment import Aligner, ModelTokenizer
-from jaxrl.losses.token_spans import aligned_signal, at_student_tokens
+from jaxrl.losses.token_spans import align_to_student, aligned_signal
 from jaxrl.types import Completion, Prompt, TrainBatch
 
 
@@ -79,7 +79,7 @@ class Lesson:
         mesh = make_mesh(1, 1, 1)
         keys = ["teacher.tokenizer=own", f"distill.signal={signal}", f"distill.jsd_beta={beta}"]
         config = Config.load("builtin:quickstart", [*keys, "distill.top_k=4"])
-        self.p = Projection.of(config, mesh, aligner.student.vocab_size)
+        self.p = Projection.from_config(config, mesh, aligner.student.vocab_size)
         done = [Completion(tuple(o), *np.zeros((2, len(o)), np.float32), "stop") for o in ours]
         prompts = [Prompt(i, (1,), "p", teacher_tokens=(1,)) for i in range(len(ours))]
         limits = {"pad_id": 0, "max_prompt_tokens": 1, "max_new_tokens": 16, "row_multiple": 1}
@@ -102,7 +102,7 @@ class Lesson:
             found = jax.tree.map(
                 lambda x: jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0), found
             )
-            return at_student_tokens(found, read.alignment)
+            return align_to_student(found, read.alignment)
 
         sent = send(hidden, tokens)
         self.frozen = {"teacher_head": eye, "outcomes": aligner.outcomes}

@@ -36,6 +36,7 @@ from decode_step import passes, step
 from divergence import compiled as compiled_loss
 
 from jaxrl.aot.hlo import computations, read_program
+from jaxrl.plan.peaks import planned_bytes
 from jaxrl.roles.declared import local_bytes
 
 pytestmark = NEEDS_COMPILERS
@@ -99,8 +100,7 @@ def test_the_plan_counts_prompts_that_slots_share_once(made):
     entries = made["decode"].plan.accounts["rollout"].entries
     found = {entry.name: entry.bytes for entry in entries if entry.phase == "decode"}
     cache, (rows, seats) = program.args[3], program.args[7]
-    assert found["KV cache"] == local_bytes(cache)
-    assert found["prompts that slots share"] == local_bytes(rows)
+    assert found["keys and values"] == local_bytes((cache, rows))
     assert seats.slots.size == seats.places.size  # each prompt has a row, each sample a slot
 
 
@@ -151,7 +151,7 @@ def test_a_cache_in_pages_is_neither_copied_nor_gathered(made, paged):
 @pytest.mark.parametrize("name", ["decode", "read again"])
 def test_the_plan_of_a_cache_in_pages_is_what_the_compiler_takes(paged, name):
     program = paged[name].program
-    planned = paged[name].plan.accounts["rollout"].planned(program)
+    planned = paged[name].planned
     assert LEAST <= planned / program.held(paged[name].compiled) <= MOST
 
 
@@ -243,7 +243,7 @@ def test_a_teacher_with_whole_copies_needs_no_collective(made):
 @pytest.mark.parametrize("name", ["update", "score", "prefill"])
 def test_the_plan_of_a_program_is_what_the_compiler_takes(made, name):
     program = made[name].program
-    planned = made[name].plan.accounts[program.role].planned(program)
+    planned = made[name].planned
     assert LEAST <= planned / program.held(made[name].compiled) <= MOST
 
 
@@ -256,7 +256,7 @@ CASES = [*((n, remat, {}) for n, remat in UPDATES), (2, "none", QK_NORM)]
 def test_the_plan_of_an_update_is_what_the_compiler_takes(devices, remat, model, tmp_path):
     """At the sizes of the preset."""
     for plan, update in programs(distilled(tmp_path, devices, remat, model), "h200x8", "update"):
-        planned = plan.accounts["actor"].planned(update)
+        planned = planned_bytes(update, plan.inputs.target)
         assert LEAST <= planned / update.held(update.compile()) <= MOST
 
 
@@ -308,7 +308,7 @@ def test_the_plan_of_an_update_by_rewards_is_what_the_compiler_takes(name, pool,
     )
     ratios = {}
     for each in list(compiling(pool, run, "h200x8", "update", "score")):
-        planned = each.plan.accounts[each.program.role].planned(each.program)
+        planned = each.planned
         ratios[each.program.role] = planned / each.program.held(each.compiled)
     assert ratios.keys() == {"actor", "reference"}
     assert all(LEAST <= ratio <= MOST for ratio in ratios.values()), ratios
@@ -342,7 +342,7 @@ def test_the_plan_of_weights_divided_over_fsdp_is_what_the_compiler_takes(
     )
     for plan, program in programs(run, "h200x16", name):
         if program.role == role:
-            planned = plan.accounts[role].planned(program)
+            planned = planned_bytes(program, plan.inputs.target)
             assert LEAST <= planned / program.held(program.compile()) <= MOST
 
 
@@ -574,7 +574,7 @@ def test_a_decode_step_moves_its_tokens_not_the_experts(mixture):
 @pytest.mark.parametrize("name", ["update", "decode"])
 def test_the_plan_of_divided_experts_is_what_the_compiler_takes(mixture, name):
     program = mixture[name].program
-    planned = mixture[name].plan.accounts[program.role].planned(program)
+    planned = mixture[name].planned
     assert LEAST <= planned / program.held(mixture[name].compiled) <= MOST
 
 
@@ -601,7 +601,7 @@ def test_a_decode_step_above_the_ridge_computes_the_chosen_experts(pool, tmp_pat
     assert max(blocks)[0] == 128
     assert sum(math.prod(shape[:2]) for shape in blocks) <= 128 * rows / 3
     assert decode.graphs.graphs == 1 and decode.graphs.outside <= 10
-    planned = decode.plan.accounts["rollout"].planned(decode.program)
+    planned = decode.planned
     assert LEAST <= planned / decode.program.held(decode.compiled) <= MOST
 
 
@@ -633,7 +633,7 @@ def test_the_plan_of_adapters_is_what_the_compiler_takes(case, tmp_path):
         reward={"functions": ["exact"]},
     )
     for plan, update in programs(run, target, "update"):
-        planned, found = plan.accounts["actor"].planned(update), update.held(update.compile())
+        planned, found = planned_bytes(update, plan.inputs.target), update.held(update.compile())
         print(planned / found)
         assert LEAST <= planned / found <= MOST
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from engine_requests import sample_groups
 from tiny_models import SAMPLED as CONFIG
 from tiny_models import random_params
 
@@ -59,7 +60,7 @@ def test_what_is_lowered_is_what_runs(
     params = random_params(CONFIG, layout="unstacked")
     sampling = SamplingParams(max_new_tokens=16)
     made = Engine(CONFIG, None, launch_tokens=8, **options)
-    made.generate(params, PROMPTS, n=2, sampling=sampling, seed=0)
+    sample_groups(made, params, PROMPTS, n=2, sampling=sampling)
     monkeypatch.undo()
     abstract = parameters.abstract_params(CONFIG, layout="unstacked")
     programs = {x.name: x for x in largest(made, abstract, sampling, 3)}

@@ -41,8 +41,8 @@ from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.placement import place
 from jaxrl.sharding.targets import GPUS, TargetMachine, ceilings_of
 
-STUDENT = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960)
-TEACHER = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944)
+STUDENT = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, max_positions=32768)
+TEACHER = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944, max_positions=32768)
 ROLES = ("actor", "rollout", "teacher")
 LIMIT = 130_000_000_000
 
@@ -52,7 +52,9 @@ def machine(n: int, hosts: int = 1, link: float = 450e9) -> TargetMachine:
     return TargetMachine(f"h200x{n}", chip, (n,), hosts)
 
 
-def run_of(mesh: str, limit: int | None = LIMIT, **keys) -> tuple[Config, PlanInputs]:
+def run_of(
+    mesh: str, limit: int | None = LIMIT, layers: int = 28, **keys
+) -> tuple[Config, PlanInputs]:
     raw = {
         "mesh": mesh,
         "batch_size": 48,
@@ -70,12 +72,16 @@ def run_of(mesh: str, limit: int | None = LIMIT, **keys) -> tuple[Config, PlanIn
     placement = place(mesh, ROLES)
     limits = (limit,) * len(placement.pools)
     target = target_of(machine(1).devices)
-    student = replace(STUDENT, lora=lora_of(config))
-    return config, PlanInputs(placement, ROLES, student, TEACHER, target, limits=limits)
+    student = replace(STUDENT, lora=lora_of(config), n_layers=layers)
+    teacher = replace(TEACHER, n_layers=layers)
+    return config, PlanInputs(placement, ROLES, student, teacher, target, limits=limits)
 
 
-def search(mesh: str, limit: int = LIMIT, hosts: int = 1, compiled=None, **keys) -> Search:
-    config, inputs = run_of(mesh, limit, **keys)
+def search(
+    mesh: str, limit: int | None = LIMIT, hosts: int = 1, compiled=None, layers: int = 2, **keys
+) -> Search:
+    """Of models of two layers, whose programs are traced in less time; without a limit none is."""
+    config, inputs = run_of(mesh, limit, layers, **keys)
     plan = SimpleNamespace(config=config, inputs=inputs)
     return Search(plan, machine(inputs.placement.n_devices, hosts), compiled or {})
 
@@ -197,7 +203,8 @@ def test_the_compiled_programs_say_what_collectives_send():
     config, inputs = run_of(mesh, **tensor)
     counted = sent_bytes(Setting(config, inputs), "teacher").total
     as_counted, twice = (
-        search(mesh, compiled={"teacher": Traffic(float(n))}, **tensor) for n in (1, 2)
+        search(mesh, None, compiled={"teacher": Traffic(float(n))}, layers=28, **tensor)
+        for n in (1, 2)
     )
     waited = counted / (450e9 * LINKS)
     more = twice.now.stages[stage] - as_counted.now.stages[stage]
@@ -212,7 +219,7 @@ def test_what_the_compiled_update_does_not_hide_takes_time(reduced):
     actor = {"micro_batch_tokens": 12288, "remat": "full", "reduce_dtype": reduced}
     shares = [{"all-gather": 1.0, "reduce-scatter": share} for share in (1.0, 0.25)]
     compiled = [{"actor": Traffic(1.0, each)} for each in shares]
-    hidden, seen = (search(mesh, compiled=each, actor=actor) for each in compiled)
+    hidden, seen = (search(mesh, None, compiled=each, layers=28, actor=actor) for each in compiled)
     config, inputs = run_of(mesh, actor=actor)
     count, _ = Setting(config, inputs).micro_batches()
     dtype = reduced or "bfloat16"
@@ -320,13 +327,22 @@ def test_the_pass_that_chooses_the_tokens_of_student_topk_takes_time():
     assert costs(mesh, distill={"signal": "student_topk"})[stage] > costs(mesh)[stage]
 
 
-SMALL = 20_000_000_000
-"""Bytes of devices of which none can hold the 7B teacher whole."""
+SMALL = 2_400_000_000
+"""Bytes of devices of which none can hold the teacher whole, of five layers and few words."""
+FEW = {"vocab_size": 16384, "n_layers": 5}
 
 
 @cache
 def searched_on_small_devices() -> tuple[Candidate, list[Candidate]]:
-    tried = search("actor=2,rollout=2,teacher=4", limit=SMALL, actor={"remat": "none"})
+    sizes = {"batch_size": 16, "max_prompt_tokens": 256, "max_new_tokens": 256}
+    keys = {"actor": {"remat": "none"}, "rollout": {"slots": 64}}
+    config, inputs = run_of("actor=1,rollout=1,teacher=2", SMALL, **sizes, **keys)
+    models = {
+        "student": replace(STUDENT, **FEW | {"n_layers": 1}),
+        "teacher": replace(TEACHER, **FEW),
+    }
+    plan = SimpleNamespace(config=config, inputs=replace(inputs, **models))
+    tried = Search(plan, machine(4), {})
     return tried.now, tried.best()
 
 
@@ -390,7 +406,7 @@ def test_the_ranking_is_that_of_emulated_runs_and_of_their_advice(schedule, tmp_
         "actor": {"micro_batch_tokens": 12288, "parallel": {"fsdp": -1}},
     }
     meshes = [f"actor={a},rollout={r},teacher={8 - a - r}" for a in (1, 2, 3) for r in (2, 3, 4)]
-    searches = [search(mesh, schedule=schedule, **keys) for mesh in meshes]
+    searches = [search(mesh, None, layers=28, schedule=schedule, **keys) for mesh in meshes]
     splits, best = [each.now for each in searches], searches[4].best()[:3]
     unit = FASTEST_S / min(each.step for each in (*splits, *best))
     runs = emulated((*splits, *best), unit, tmp_path)

@@ -22,6 +22,7 @@ from described import MODELS, SIZES, arguments, describe, filled, measure
 from gpu_sections import SECTIONS, Bench
 
 from jaxrl.config.schema import Config
+from jaxrl.plan.peaks import planned_bytes
 from jaxrl.roles.declared import local_bytes
 from jaxrl.sampling import decode
 
@@ -140,7 +141,7 @@ def test_the_bytes_are_those_of_the_run_s_own_program(rows, name):
         rows = [*gpu_sections.ceilings(bench), *gpu_sections.update(bench)]
     row = next(row for row in rows if row["name"] == name)
     assert row["compiled"] == program.held(program.compile())
-    assert row["planned"] == run.accounts[role].planned(program)
+    assert row["planned"] == planned_bytes(program, run.inputs.target)
 
 
 def test_arrays_stand_where_the_abstract_ones_say():

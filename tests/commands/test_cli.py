@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -39,7 +40,7 @@ def topics(path: str) -> list[str]:
     return [*(".".join(words[:n]) for n in range(1, len(words) + 1)), words[-1]]
 
 
-def parse(*argv: str) -> cli.RunArguments:
+def parse(*argv: str) -> argparse.Namespace:
     return cli.parse_run(argv, module=MODULE, description="Trains.")
 
 
@@ -168,7 +169,7 @@ def test_help_fits_a_screen_and_names_what_a_first_call_needs(
     monkeypatch.setenv("COLUMNS", str(columns))
     text = helped(capsys, command, "--help")
     assert text == helped(capsys, "--help", command)
-    assert len(text.splitlines()) <= 46 + 10 * (command == "score")  # its options besides
+    assert len(text.splitlines()) <= 48 + 10 * (command == "score")  # its options besides
     if command in ("train", "evaluate", "score"):
         common = re.findall(r"^  ([a-z._]+)(?:=\S+)?  ", text.split("common keys")[1], re.MULTILINE)
         assert set(common) <= {key.path for key in config_keys.keys(Config)} and len(common) > 3
@@ -207,7 +208,7 @@ def test_help_tells_about_any_section_key_or_last_word_of_a_key(
         (["train", "--help", "optimzer"], "did you mean optimizer?"),
         (["train", "--help", "learning_rat"], "did you mean optimizer.learning_rate?"),
         (["train", "--help", "lr"], "here it is optimizer.learning_rate"),
-        (["evaluate", "--help", "optimizer"], "sections are data, sampling, rollout"),
+        (["evaluate", "--help", "optimizer"], "sections are student, data, sampling, rollout"),
     ],
 )
 def test_help_about_no_key_names_the_near_one(
@@ -308,6 +309,21 @@ def test_the_installed_command_and_the_package_are_one() -> None:
 def test_the_version_is_the_packages(words, capsys):
     assert command_main(words) is None
     assert capsys.readouterr().out == f"jaxrl {jaxrl.__version__}\n"
+
+
+def test_a_folder_of_the_same_name_hides_nothing(tmp_path):
+    """Above a clone: that folder has no __init__.py, and an install by a path comes before it."""
+    (tmp_path / "jaxrl" / "docs").mkdir(parents=True)
+    run = [sys.executable, "-m", "jaxrl", "--version"]
+    shown = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert shown.stdout == f"jaxrl {jaxrl.__version__}\n", shown.stderr
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["tool"]["setuptools"]["package-dir"] == {"": "."}  # pip install -e adds a path
+
+
+def test_quiet_is_a_key():
+    given = cli.parse_run(["--quiet", "steps=2"], module=MODULE, description="")
+    assert given.config.logging.console == "quiet"
 
 
 def test_the_beginning_of_a_command_names_it():

@@ -292,7 +292,7 @@ def test_a_model_of_transformers_is_trained(student: str, tmp_path: Path) -> Non
     expected = train({**run, "run_dir": str(tmp_path / "named")}, model=student, data=ROWS)
     assert numbers(train(run, model=pair, data=ROWS)) == numbers(expected)
     with bound(run, pair, data=ROWS) as (config, given):
-        assert check_job(config, given)
+        assert check_job(config, given)[0]
     with pytest.raises(UserError, match=r"give both, as in model=\(model, tokenizer\)"):
         train(run, model=pair[0], data=ROWS)
     (mine,), (theirs,) = (generate(each, ["1+1="], max_new_tokens=4) for each in (student, pair))

@@ -52,7 +52,7 @@ def test_what_a_run_leaves_behind(reference):
     assert all("eval/accuracy" in row for row in rows) and "teacher/accuracy" in rows[0]
     assert [row["policy_version"] for row in rows[1:]] == [0, 1]
     assert rows[1]["weights/sync_bytes"] > 0 and rows[1]["rollout/decode_steps"] > 0
-    stages = ("rollout", "score", "update", "weight_sync", "step")
+    stages = ("rollout", "score", "update", "weight_sync", "step", "wall")
     assert all(row[f"time/{stage}_s"] > 0 for row in rows[1:] for stage in stages)
     written = Config.load(folder / "config.yaml")
     assert written.steps == 2

@@ -1,10 +1,12 @@
 """The pages for who comes from another library: their keys, as the errors about them say."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from cases import and_slow
+from references.make_trl_fields import CLASSES, FIELDS, HEADING, fields, section
 
 from jaxrl.config.keys import keys, other_libraries
 from jaxrl.config.schema import Config
@@ -74,7 +76,7 @@ def test_hints_without_a_key_of_ours_name_what_exists() -> None:
         for page in re.findall(r"docs/[\w-]+\.md", text):
             assert (DOCS.parent / page).exists(), text
         for key in re.findall(r"(?<![\w./-])([a-z_]+(?:\.[a-z_]+)+)(?![\w*-]|\.\*)", text):
-            assert key in KNOWN, text
+            assert key in KNOWN or key.endswith(".jsonl"), text
 
 
 @pytest.mark.parametrize(
@@ -100,3 +102,33 @@ def test_a_key_without_a_counterpart_gets_no_far_fetched_guess(key: str) -> None
     with pytest.raises(UserError) as error:
         Config.load(None, [f"{key}=1"])
     assert "did you mean" not in str(error.value), error.value
+
+
+TRL = json.loads(FIELDS.read_text(encoding="utf-8"))["fields"]
+TRL_NAMES = [name for each in TRL.values() for name in each]
+INSTEAD = "|".join(map(re.escape, other_libraries()[1].values()))
+
+
+def test_the_fields_of_trl_are_read_from_the_source() -> None:
+    source = "class A:\n a: int = 1\n K: ClassVar[int] = 2\n b: str\n _c = 3\nclass B:\n d: int\n"
+    assert fields(source, "A") == ["a", "b"]
+    assert TRL.keys() == CLASSES.keys() and min(map(len, TRL.values())) > 5
+    assert {"num_generations", "lmbda", "packing", "eval_on_start"} <= set(TRL_NAMES)
+
+
+def test_every_field_of_trl_is_answered() -> None:
+    """By a key of ours that does the same or has the same name, or by what there is instead."""
+    aliases, absent, _ = other_libraries()
+    same_word = {key.rpartition(".")[2] for key in KNOWN}
+    assert {*TRL_NAMES} - aliases.keys() - absent.keys() - same_word == set()
+    for name in {*TRL_NAMES} - KNOWN:
+        with pytest.raises(
+            UserError, match=f"unknown key {name} .*(here it is|did you mean|{INSTEAD})"
+        ):
+            Config.load(None, [f"{name}=1"])
+
+
+def test_the_page_on_trl_lists_every_field() -> None:
+    above, heading, end = (DOCS / "coming-from-trl.md").read_text("utf-8").partition(HEADING)
+    again = "python tests/references/make_trl_fields.py"
+    assert heading + end == section(TRL_NAMES, above), f"make it again: {again}"

@@ -150,6 +150,12 @@ def test_keys_of_other_libraries_are_refused_with_the_key_here(theirs: str, ours
     assert line.startswith(f"unknown key {theirs} (") and ours in line
 
 
+@pytest.mark.parametrize("key", ["reward.weights", "data.weights"])
+def test_a_key_of_numbers_asks_for_numbers(key: str) -> None:
+    for value in ("x", "1"):
+        assert message(f"{key}={value}").startswith(f"{key}: it should be a list of numbers")
+
+
 def test_a_key_below_a_value_is_refused_with_the_key_here(tmp_path: Path) -> None:
     assert "here it is algorithm" in message("algorithm.adv_estimator=grpo")
     with pytest.raises(UserError, match="algorithm.adv_estimator .here it is algorithm"):

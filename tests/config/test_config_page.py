@@ -20,7 +20,7 @@ from tiny_models import REFERENCES, make_mesh
 import jaxrl
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.signals import Projection, distill_loss, teacher_signal
-from jaxrl.config import cli, roles, run_config, schema, section, settings
+from jaxrl.config import cli, roles, schema, section, settings
 from jaxrl.config import key_page as config_page
 from jaxrl.config import keys as config_keys
 from jaxrl.config.roles import ActorConfig
@@ -30,6 +30,7 @@ from jaxrl.errors import UserError
 from jaxrl.plan import make_plan
 from jaxrl.roles import update
 from jaxrl.run import attempt
+from jaxrl.teacher import key_rules
 from jaxrl.train import train
 from jaxrl.types import Sequences, TrainBatch
 
@@ -136,7 +137,7 @@ def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
 OF_THE_CONFIG = {
     __file__,
     functools.__file__,  # of `cached_property`
-    *(str(part.__file__) for part in (roles, run_config, schema, section, settings)),
+    *(str(part.__file__) for part in (roles, key_rules, schema, section, settings)),
 }
 
 
@@ -232,10 +233,6 @@ SHOWN_BY = {
     "teacher.service_threads": (
         "test_serve_teacher.py",
         "test_a_completions_server_tells_what_the_scorer_tells",
-    ),
-    "environment.max_turns": (
-        "test_episode_batches.py",
-        "test_what_an_episode_goes_through",
     ),
     "resume_changed": (
         "test_depends.py",

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,10 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import GPU_SIZES, build, make_plan
+from jaxrl.plan.search import Candidate
 from jaxrl.plan.table import Plan
 from jaxrl.process.gpu_memory import SHARE
 from jaxrl.rewards.functions import find
-from jaxrl.roles.actor import STEP
 from jaxrl.runtime.cluster import Host, Resource, process_slots
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
@@ -46,17 +47,17 @@ def large_host(monkeypatch):
     monkeypatch.setattr("jaxrl.sharding.mesh.host_available", lambda: 10**13)
 
 
-def models(folder: Path) -> list[str]:
+def models(folder: Path, **changes: int) -> list[str]:
     """Overrides that name a student and a teacher of which there is only the config.json."""
     found = []
     for role, raw in (("student", QWEN), ("teacher", QWEN | LARGE)):
         (folder / role).mkdir(parents=True)
-        (folder / role / "config.json").write_text(json.dumps(raw))
+        (folder / role / "config.json").write_text(json.dumps(raw | changes))
         found.append(f"{role}.model={folder / role}")
     return found
 
 
-@pytest.mark.parametrize("split", ["2-2-4", "1-3-4"])
+@pytest.mark.parametrize("split", and_slow(["1-3-4"], ["2-2-4"]))
 def test_eight_gpu_configs_are_planned_from_config_json_alone(split, large_host, tmp_path, capsys):
     config = str(CONFIGS / f"qwen2.5_7b_to_1.5b_{split}.yaml")
     assert cli.run(main, ["--config", config, "--dry-run", *models(tmp_path), *HERE]) == 0
@@ -67,6 +68,7 @@ def test_eight_gpu_configs_are_planned_from_config_json_alone(split, large_host,
     assert "teacher.model: no weights here, only a config.json" in printed
 
 
+@pytest.mark.slow  # 64 layers: half a minute of traces
 def test_the_config_for_two_hosts_is_planned_from_config_json_alone(tmp_path):
     """Both hosts are full, no pool needs both, and the teacher is split no further than it must.
     In a process that has emulated no device yet."""
@@ -89,7 +91,14 @@ def test_the_config_for_two_hosts_is_planned_from_config_json_alone(tmp_path):
     assert where == [("first", 4), ("first", 4), ("second", 8)]
 
 
-def test_gpus_or_the_target_decide_where_the_host_has_no_accelerator(tmp_path, capsys, monkeypatch):
+TARGETS = "t4x8 rtx4090x8 l40sx8 h100x8 b300x8 h200x16 tpu-v5e:2x4"
+
+
+@pytest.mark.slow  # 28 layers for each target; the dry run below is like it
+@pytest.mark.parametrize("targets", ["rtx4090x8", TARGETS])
+def test_gpus_or_the_target_decide_where_the_host_has_no_accelerator(
+    targets, tmp_path, capsys, monkeypatch
+):
     """Whatever memory the host has, which the plan only mentions; what is said on stderr is about
     the machine that is too small."""
     monkeypatch.setattr("jaxrl.sharding.mesh.host_available", lambda: 8 * 10**9)
@@ -101,7 +110,7 @@ def test_gpus_or_the_target_decide_where_the_host_has_no_accelerator(tmp_path, c
     assert "which has no accelerator: does not fit" in out
     lines = [line for line in out.splitlines() if not line.startswith("data.")]
     assert lines[-1].startswith("verdict: fits on GPUs of 40 GB and more")
-    for target in ("t4x8", "rtx4090x8", "l40sx8", "h100x8", "b300x8", "h200x16", "tpu-v5e:2x4"):
+    for target in targets.split():
         code = cli.run(main, [*asked, "--target", target])
         out, err = capsys.readouterr()
         assert f" on {target}, of whose " in out and "this host" not in out + err
@@ -109,7 +118,7 @@ def test_gpus_or_the_target_decide_where_the_host_has_no_accelerator(tmp_path, c
             assert code == cli.EXIT_DOES_NOT_FIT and "verdict: fits" not in out
             assert err.startswith(f"verdict: does not fit on {target}") and "for 24 GB" not in err
         assert (code == 0) == (target in ("l40sx8", "h100x8", "b300x8", "h200x16"))
-    for target, code in (("t4x8", cli.EXIT_DOES_NOT_FIT), ("h100x8", 0)):
+    for target, code in ((targets.split()[0], cli.EXIT_DOES_NOT_FIT), ("h100x8", 0)):
         assert cli.run(main, [*asked, "--target", target, "--json"]) == code
         answer = json.loads(capsys.readouterr().out)
         assert (answer["target"], answer["fits"]) == (target, code == 0)
@@ -124,7 +133,8 @@ def test_gpus_or_the_target_decide_where_the_host_has_no_accelerator(tmp_path, c
 
 def test_no_gpu_may_be_large_enough(tmp_path, capsys):
     config = str(CONFIGS / "qwen2.5_7b_to_1.5b_2-2-4.yaml")
-    asked = ["--config", config, "--dry-run", *models(tmp_path), *HERE, "batch_size=4800"]
+    two_layers = models(tmp_path, num_hidden_layers=2)
+    asked = ["--config", config, "--dry-run", *two_layers, *HERE, "batch_size=4800"]
     asked += ["actor.micro_batch_tokens=null", "rollout.slots=19200"]
     assert cli.run(main, asked) == cli.EXIT_DOES_NOT_FIT
     out, err = capsys.readouterr()
@@ -157,16 +167,20 @@ REWARDED += sorted(path.stem for path in CONFIGS.glob("gpt_oss_*.yaml"))
 REWARDED += sorted(path.stem for path in CONFIGS.glob("qwen*_similarity_*.yaml"))
 
 
-@pytest.mark.parametrize("name", REWARDED)
+@pytest.mark.parametrize("name", and_slow(REWARDED[:2], REWARDED[2:]))
 def test_configs_that_learn_from_rewards_use_the_memory_that_there_is(name, tmp_path):
     """Of 80 GB, or of 24: with a tenth kept free, no more slots and no less recomputation would
-    fit."""
+    fit. What the plan counts has a margin of its own, so the config itself may take the tenth."""
     path = CONFIGS / f"{name}.yaml"
     config = Config.load(path, overrides=described(Config.load(path), tmp_path))
-    plan = make_plan(config, needed_roles(config), limit_gb=0.9 * SHARE * SMALLER.get(name, 80))
+    plan = make_plan(config, needed_roles(config), limit_gb=SHARE * SMALLER.get(name, 80))
     assert plan.fits
-    room = [line for line in plan.verdict if line.endswith(" GB")]
-    assert not [line for line in room if "rollout.slots" in line or "actor.remat" in line], room
+    limits = tuple(round(0.9 * limit) for limit in plan.inputs.limits)
+    now = Candidate(plan.config, replace(plan.inputs, limits=limits))
+    for key in ("rollout.slots", "actor.remat"):
+        role = key.partition(".")[0]
+        (remedy,) = [each for each in now.remedies(role) if each.key == key]
+        assert not [value for value in remedy.faster if now.change(key, value).fits], key
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -222,6 +236,10 @@ LIKE_OTHERS |= {"qwen3_4b_similarity_8", "smollm2_gspo"}
 LIKE_OTHERS |= {"qwen3_8b_qlora_gspo_1", "qwen3.5_9b_lora_gspo_1"}
 """Configs whose data are of the same kinds as those of others, and their models too, or those are
 planned above."""
+DEEP = {"gpt_oss_20b_gspo_8", "qwen2.5_32b_to_7b_two_hosts", "qwen2.5_7b_to_1.5b_2-2-4"}
+DEEP |= {"qwen2.5_7b_to_1.5b_1-3-4", "smollm2_135m", "smollm2_similarity"}
+"""Of many layers, whose programs take long to trace; and of the same kinds as others."""
+LIKE_OTHERS |= DEEP
 OTHERS = {path.stem for path in CONFIGS.glob("*.yaml")} - FIRST - LIKE_OTHERS
 
 
@@ -325,19 +343,19 @@ def account(roles: str, **changes: object) -> Plan:
 def test_the_sources_account_of_qwen_1_5b():
     """Actor 12-13 GB: 3 parameters, 3 gradients, 6 Adam, 1-2 KV and activations; here 3 more for
     second moments, which bfloat16 cannot hold, and 3 while the average of gradients is written; for
-    a moment one more, after the layers: the embedding's gradient in float32. Rollout 5-6 GB: 3
-    parameters, 2-3 KV (bf16, one GPU each, 1024 positions); here half of the KV, since slots hold
-    completions alone and the two prompts of the batch have rows of their own."""
+    a moment one more, after the layers: the embedding's gradient in float32. The walk counts up to
+    7 more, float32 changes of whole layers, where XLA for an H100 takes 16.8 in all. Rollout 5-6
+    GB: 3 parameters, 2-3 KV (bf16, one GPU each, 1024 positions); here half of the KV, since slots
+    hold completions alone and the two prompts of the batch have rows of their own."""
     found = account("actor=1,rollout=1,teacher=1")
     actor, rollout = found.accounts["actor"], found.accounts["rollout"]
     n = DecoderConfig.from_hf(QWEN).n_params
     assert n == 1_543_714_304  # 1.54 billion: as Qwen says
     assert actor.column("weights") == 2 * n
-    assert 2 * n < actor.column("gradients") < 1.11 * 4 * n  # or scratch of the step, in float32
     assert actor.column("optimizer") == pytest.approx(6 * n, abs=64)  # and counters
-    assert 18.5e9 < actor.peak < 21e9
-    step = actor.phases()[STEP]
-    assert 2 * n < step < 2 * n + 4 * n + 1e9
+    assert 16.8e9 < actor.peak < 24.5e9
+    update = actor.phases()["update"]
+    assert 2 * n < update < 2 * n + 4 * n + 2.5e9
     assert rollout.column("weights") == 2 * n
     assert rollout.column("cache") == pytest.approx(80 * 512 * 28 * 2 * 2 * 128 * 2, rel=0.1)
     assert 1e9 < rollout.column("cache") < 2e9

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.config.schema import Config
+from jaxrl.config.section import Section, value_and_default
 from jaxrl.errors import UserError
 
 SERVED = ["teacher.model=null", "teacher.address=h:1"]
@@ -146,3 +147,17 @@ def test_names_of_the_user_s_are_in_the_path(name: str) -> None:
 @pytest.mark.parametrize("name", ["a.", ".a", "a..b", "a/b", ""])
 def test_names_that_make_no_key_are_refused(name: str) -> None:
     assert "may have letters" in broken([f"data.eval={{'{name}': x}}"])[0]
+
+
+def test_every_rule_names_keys_that_there_are() -> None:
+    """Those that hold too: a rule about a key that was renamed would raise once it is broken."""
+    named = set()
+    for overrides in ([], GSPO, SERVED, SEVERAL, OWN):
+        config = Config.load(None, overrides)
+        for section in (config, *(part for _, part in config if isinstance(part, Section))):
+            for rule in section._rules():
+                for path in rule[1].split() if len(rule) > 2 else ():
+                    value_and_default(section, path)
+                    named.add(path)
+    assert {"teachers.qwen2.5.weight", "teacher.ca_file", "reward.overlong_buffer"} <= named
+    assert len(named) > 60

@@ -73,20 +73,22 @@ def test_samples_begin_with_the_generation_prompt_and_data_do_not() -> None:
     tokenizer = tokenizer_of(NO_THOUGHTS)
     row = {"messages": [ASK, {"role": "assistant", "content": "4"}]}
     prompt = encoded(tokenizer, row)
-    engine = SimpleNamespace(generate=lambda weights, tokens, **_: tokens)
+    engine = SimpleNamespace(generate=lambda weights, requests, **_: requests)
     sampler: Any = SimpleNamespace(
         **{"params": 1, "version": 0, "_weights": 1, "_episodes": None, "_teacher": False},
         **{"_most": 8, "_sampling": {"train": SamplingParams(8)}},
         engine=engine,
         config=Config.load("builtin:quickstart"),
     )
-    (sampled,), (tokens,) = Sampler._sample(sampler, [prompt], "train")
+    (sampled,), ((asked, *_),) = Sampler._sample(sampler, [prompt], "train")
+    tokens = asked.prompt
     sampler._teacher = True
     for own, read in (((7,), (7,)), (None, (6,))):  # the teacher's generation prompt, if it differs
         teachers = replace(
             prompt, teacher_generation_tokens=own, teacher_tokens=(5,), teacher_sampling_tokens=(6,)
         )
-        assert Sampler._sample(sampler, [teachers], "train")[1] == [read]
+        ((asked, *_),) = Sampler._sample(sampler, [teachers], "train")[1]
+        assert asked.prompt == read
     assert sampled.tokens == tokens and spelt(tokenizer, tokens).endswith("assistant\n<think>\n")
     rollout = data_rollout([prompt], decode=str, max_prompt_tokens=64, max_new_tokens=8, pad_id=0)
     assert spelt(tokenizer, rollout.prompts[0].tokens).endswith("<|im_start|>assistant\n")

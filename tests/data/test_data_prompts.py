@@ -421,8 +421,8 @@ def test_a_mapping_where_none_belongs_names_the_unknown_keys(tmp_path):
     with pytest.raises(UserError, match=r"unknown key data\.train\.a"):
         load(tmp_path, "{train: {a: x}}")
     known = [
-        *("mesh", "teachers", "data.eval"),
-        *("data.chat_template_arguments", "environment.arguments"),
+        *("teachers", "data.eval", "data.chat_template_arguments", "environment.arguments"),
+        *("mesh", "algorithm", "algorithm.arguments"),
     ]
     assert list(config_keys.mappings(Config)) == known
     text = describe_keys("all", 100)

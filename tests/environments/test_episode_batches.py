@@ -15,7 +15,7 @@ from jaxrl.config import Config
 from jaxrl.data.example import Example
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.thoughts import opening_of
-from jaxrl.environments.episode_batches import Episodes, row_of
+from jaxrl.environments.episode_batches import EpisodeBatch, Episodes, row_of
 from jaxrl.errors import RunError, UserError
 from jaxrl.sampling.partial_completion import Reply
 from jaxrl.types import Prompt
@@ -51,9 +51,9 @@ def prompts(*texts: str, tokenizer: Any = CHAT, **columns: object) -> list[Promp
     return [prompt for prompt in found if prompt is not None]
 
 
-def reply(partner: Any, place: tuple[int, int], text: str, length: int = 5) -> Reply:
-    found: Reply = partner.answer(*place, text, eos=CHAT.eos_token_id, length=length).result(30)
-    return found
+def reply(batch: EpisodeBatch, place: tuple[int, int], text: str, length: int = 5) -> Reply:
+    answer = batch.episode(*place).answer(text, eos=CHAT.eos_token_id, length=length)
+    return answer.result(30)
 
 
 def spelt(tokens: Sequence[int]) -> str:
@@ -64,31 +64,33 @@ def spelt(tokens: Sequence[int]) -> str:
 def test_what_an_episode_goes_through() -> None:
     with made("Echo", max_turns=3) as episodes:
         given = prompts("one", "two")
-        begun, partner = episodes.begin(given, n=2, step=0)
+        begun, batch = episodes.begin(given, n=2, step=0)
         assert begun == given
-        first = reply(partner, (0, 0), "a")
+        first = reply(batch, (0, 0), "a")
         assert first.text == "a" and first.reward is None and not first.cut
         assert spelt(first.tokens) == "\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-        assert reply(partner, (0, 1), "half") == Reply(
+        assert reply(batch, (0, 1), "half") == Reply(
             tuple(CHAT("\n<|im_start|>user\nhalf<|im_end|>\n<|im_start|>assistant\n")["input_ids"]),
             "half",
             0.5,
+            roles=("user",),
         )
-        assert reply(partner, (0, 0), "done") == Reply(text="bye", reward=1.0)
-        reply(partner, (0, 1), "b")
-        last = reply(partner, (0, 1), "half")
-        assert last == Reply(text="half b half", reward=0.5, cut=True), "its third turn"
+        assert reply(batch, (0, 0), "done") == Reply(text="bye", reward=1.0)
+        reply(batch, (0, 1), "b")
+        last = reply(batch, (0, 1), "half")
+        ended = Reply(text="half b half", reward=0.5, cut=True, roles=("user",))
+        assert last == ended, "its third turn"
         room = episodes.config.max_new_tokens - len(first.tokens)
-        assert reply(partner, (1, 0), "a", length=room - 1).tokens == first.tokens
-        assert reply(partner, (1, 1), "a", length=room).cut
-        partner.end(1, 0)
+        assert reply(batch, (1, 0), "a", length=room - 1).tokens == first.tokens
+        assert reply(batch, (1, 1), "a", length=room).cut
+        batch.episode(1, 0).end()
 
 
 def test_without_a_template_texts_follow_as_they_are() -> None:
     with made("Waits", tokenizer=TEXT) as episodes:
-        (begun,), partner = episodes.begin(prompts("x", tokenizer=TEXT), n=1, step=0)
+        (begun,), batch = episodes.begin(prompts("x", tokenizer=TEXT), n=1, step=0)
         assert TEXT.decode(begun.tokens) == begun.text == "begin x"
-        assert TEXT.decode(reply(partner, (0, 0), "a").tokens) == "yes"
+        assert TEXT.decode(reply(batch, (0, 0), "a").tokens) == "yes"
 
 
 def test_the_prompt_is_the_environments() -> None:
@@ -105,9 +107,9 @@ def test_the_prompt_is_the_environments() -> None:
 def test_tools_are_shown_by_the_template() -> None:
     shows = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
     with made("Tools", tokenizer=tiny_tokenizer(shows + CHATML)) as episodes:
-        (begun,), partner = episodes.begin(prompts("x"), n=1, step=0)
+        (begun,), batch = episodes.begin(prompts("x"), n=1, step=0)
         assert spelt(begun.tokens).startswith("[add][later]<|im_start|>user\nx")
-        assert "<|im_start|>tool\n42<|im_end|>" in spelt(reply(partner, (0, 0), "add(41)").tokens)
+        assert "<|im_start|>tool\n42<|im_end|>" in spelt(reply(batch, (0, 0), "add(41)").tokens)
 
 
 def test_tools_that_nothing_shows_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,22 +135,22 @@ def test_a_turn_begins_in_the_thoughts_that_the_prompt_opens() -> None:
     assert opens != CHATML
     tokenizer = tiny_tokenizer(opens)
     with made("Tools", tokenizer=tokenizer) as episodes:
-        (begun,), partner = episodes.begin(prompts("x", tokenizer=tokenizer), n=3, step=0)
+        (begun,), batch = episodes.begin(prompts("x", tokenizer=tokenizer), n=3, step=0)
         inside = opening_of(tokenizer, begun.tokens)
         assert inside == "<think>\n"
-        assert reply(partner, (0, 0), inside + "I might say\nadd(40)").tokens == ()
-        called = reply(partner, (0, 1), inside + "hm</think>add(40)")
+        assert reply(batch, (0, 0), inside + "I might say\nadd(40)").tokens == ()
+        called = reply(batch, (0, 1), inside + "hm</think>add(40)")
         assert called.text == "41" and opening_of(tokenizer, called.tokens) == inside
-        assert reply(partner, (0, 1), inside + "or\nadd(50)").tokens == (), "its second turn too"
-        assert reply(partner, (0, 2), inside + "<tool_call>{}</tool_call></think>no").tokens == ()
+        assert reply(batch, (0, 1), inside + "or\nadd(50)").tokens == (), "its second turn too"
+        assert reply(batch, (0, 2), inside + "<tool_call>{}</tool_call></think>no").tokens == ()
 
 
 def test_a_turn_that_tools_answer_called_them() -> None:
     with made("Tools", max_turns=2) as episodes:
-        _, partner = episodes.begin(prompts("x"), n=2, step=0)
-        first, last = (reply(partner, (0, 0), "add(40)") for _ in range(2))
+        _, batch = episodes.begin(prompts("x"), n=2, step=0)
+        first, last = (reply(batch, (0, 0), "add(40)") for _ in range(2))
         assert first.called and first.tokens and last.called and last.cut
-        assert not reply(partner, (0, 1), "It is 41.").called
+        assert not reply(batch, (0, 1), "It is 41.").called
 
 
 def test_a_row_has_its_columns() -> None:
@@ -166,14 +168,14 @@ def test_a_row_has_its_columns() -> None:
 
 def test_failures_are_replies_up_to_a_share_of_the_batch() -> None:
     with made("Echo", max_failures=0.5) as episodes:
-        _, partner = episodes.begin(prompts("one", "two"), n=2, step=0)
-        failed = reply(partner, (0, 0), "raise")
+        _, batch = episodes.begin(prompts("one", "two"), n=2, step=0)
+        failed = reply(batch, (0, 0), "raise")
         assert failed.failure is not None and failed.failure.startswith("exception: Traceback")
         assert "KeyError: 'no such thing'" in failed.failure and not failed.tokens
-        assert "exit code 3" in str(reply(partner, (0, 1), "exit").failure)
-        assert reply(partner, (1, 0), "a").text == "a"
+        assert "exit code 3" in str(reply(batch, (0, 1), "exit").failure)
+        assert reply(batch, (1, 0), "a").text == "a"
         with pytest.raises(RunError, match="3 of 4 episodes(.|\n)*max_failures=0.5(.|\n)*KeyError"):
-            reply(partner, (1, 0), "raise")
+            reply(batch, (1, 0), "raise")
 
 
 TURNS = ["a", "b", "c", "d", "done"]
@@ -181,7 +183,7 @@ TURNS = ["a", "b", "c", "d", "done"]
 
 def play(episodes: Episodes, given: list[Prompt], turns: int, step: int = 3) -> list[list[Reply]]:
     """As an engine does: the model's turns depend on what it read."""
-    begun, partner = episodes.begin(given, n=2, step=step, attempt=1)
+    begun, batch = episodes.begin(given, n=2, step=step, attempt=1)
     read: dict[tuple[int, int], str] = {}
     found: dict[tuple[int, int], list[Reply]] = {}
     for number in range(turns):
@@ -190,7 +192,7 @@ def play(episodes: Episodes, given: list[Prompt], turns: int, step: int = 3) -> 
         if number == 4:
             texts = dict.fromkeys(places, "done")
         asked = {
-            place: partner.answer(*place, texts[place], eos=CHAT.eos_token_id, length=9)
+            place: batch.episode(*place).answer(texts[place], eos=CHAT.eos_token_id, length=9)
             for place in places
         }
         for place, future in asked.items():
@@ -247,8 +249,8 @@ def test_records_of_steps_before_the_newest_checkpoint_go(tmp_path: Path) -> Non
 def test_a_recorded_failure_is_one_again(tmp_path: Path) -> None:
     for _ in range(2):
         with made("Echo", run_dir=tmp_path, max_failures=1) as episodes:
-            _, partner = episodes.begin(prompts("one"), n=1, step=0)
-            assert "KeyError" in str(reply(partner, (0, 0), "raise").failure)
+            _, batch = episodes.begin(prompts("one"), n=1, step=0)
+            assert "KeyError" in str(reply(batch, (0, 0), "raise").failure)
     (line,) = (tmp_path / "episodes" / "train-0.jsonl").read_text().splitlines()
     assert json.loads(line)["failure"][0] == "exception"
 
@@ -257,9 +259,9 @@ def test_a_recorded_prompt_is_one_again(tmp_path: Path) -> None:
     given, seen = prompts("one", random_reset=True), []
     for _ in range(2):
         with made("Random", run_dir=tmp_path) as episodes:
-            (begun,), partner = episodes.begin(given, n=1, step=0)
+            (begun,), batch = episodes.begin(given, n=1, step=0)
             seen.append(begun.text)
-            assert reply(partner, (0, 0), f"a{len(seen)}").failure is None
+            assert reply(batch, (0, 0), f"a{len(seen)}").failure is None
     assert seen[0] == seen[1] and seen[0].startswith("prompt ")
 
 
@@ -268,17 +270,17 @@ def test_a_disk_that_refuses_records_stops_nothing(tmp_path: Path) -> None:
     notes: list[str] = []
     with made("Echo", run_dir=tmp_path) as episodes:
         episodes.notify = notes.append
-        _, partner = episodes.begin(prompts("one", "two"), n=1, step=0)
-        assert [reply(partner, (place, 0), "a").text for place in (0, 1)] == ["a", "a"]
+        _, batch = episodes.begin(prompts("one", "two"), n=1, step=0)
+        assert [reply(batch, (place, 0), "a").text for place in (0, 1)] == ["a", "a"]
     assert len(notes) == 1 and "cannot be written" in notes[0]
 
 
 def test_failures_that_ended_a_run_are_asked_for_again(tmp_path: Path) -> None:
     with made("Echo", run_dir=tmp_path, max_failures=0.2) as episodes:
-        _, partner = episodes.begin(prompts("one"), n=2, step=0)
-        assert reply(partner, (0, 0), "a").text == "a"
-        with pytest.raises(RunError, match="failed in 1 of 2 episodes"):
-            reply(partner, (0, 1), "raise")
+        _, batch = episodes.begin(prompts("one"), n=2, step=0)
+        assert reply(batch, (0, 0), "a").text == "a"
+        with pytest.raises(RunError, match="failed on 1 of 2 episodes"):
+            reply(batch, (0, 1), "raise")
     (file,) = (tmp_path / "episodes").glob("*.jsonl")
     (record,) = map(json.loads, file.read_text().splitlines())
     assert record["messages"][0]["content"] == "a"
@@ -288,7 +290,7 @@ def test_records_of_another_row_do_not_count(tmp_path: Path) -> None:
     """A column that was corrected between two processes, under the same prompt."""
     for door, told in ((1, "a"), (1, "a"), (2, "a")):
         with made("Echo", run_dir=tmp_path) as episodes:
-            _, partner = episodes.begin(prompts("one", door=door), n=1, step=0)
-            assert reply(partner, (0, 0), told).text == told
+            _, batch = episodes.begin(prompts("one", door=door), n=1, step=0)
+            assert reply(batch, (0, 0), told).text == told
     (file,) = (tmp_path / "episodes").glob("*.jsonl")
     assert len(file.read_text().splitlines()) == 2

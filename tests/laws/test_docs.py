@@ -18,14 +18,13 @@ from pages import COMMAND_PAGES, DOCS, PAGES, ROOT, blocks, name_of, script
 
 import jaxrl
 from jaxrl.__main__ import COMMANDS
-from jaxrl.checkpoint.fingerprint import FREE, REPORTED
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config.keys import keys
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
 from jaxrl.data.tasks import TASKS
 from jaxrl.errors import UserError
-from jaxrl.formats.gguf import PRE
+from jaxrl.formats import gguf
 from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.correction import CORRECTIONS
 from jaxrl.models import decoder, parameters
@@ -56,7 +55,7 @@ def test_the_page_of_models_names_what_is_read() -> None:
     text = (DOCS / "models.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     assert named == {"model_type", "rope_type", *FAMILIES, *KINDS} - {"su"}
-    assert {f"`{pre}`" for pre in PRE} <= set(re.findall(r"`[\w-]+`", text))
+    assert {f"`{pre}`" for pre in gguf.TABLES["pre"]} <= set(re.findall(r"`[\w-]+`", text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -90,7 +89,7 @@ def test_commands_name_modules_that_exist(page: Path) -> None:
 def test_the_commands_of_jaxrl_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = set(re.findall(r"(?:^    |`|: )jaxrl ([a-z][a-z-]*)", text, re.MULTILINE))
-    assert named <= set(COMMANDS)
+    assert named <= {name.split()[0] for name in COMMANDS}
 
 
 ROOMS = "|".join(sorted(path.parent.name for path in (ROOT / "jaxrl").glob("*/__init__.py")))
@@ -217,7 +216,8 @@ def test_keys_and_metrics_that_a_page_names_exist(page: Path) -> None:
     known = {key.path for key in keys(Config)}
     sections = "|".join(sorted({path.partition(".")[0] for path in known if "." in path}))
     prefixes = (
-        "actor|distill|environment|eval|memory|policy|reward|rollout|similarity|time|tokens|weights"
+        "actor|distill|environment|eval|memory|policy|reward|rollout|similarity|time|tokens"
+        "|total|weights"
     )
     text = page.read_text(encoding="utf-8")
     if page.name.startswith("coming-from-"):
@@ -289,12 +289,16 @@ def test_troubleshooting_quotes_messages() -> None:
 
 def test_the_page_on_checkpoints_lists_the_keys_that_may_change() -> None:
     text = (DOCS / "checkpoints.md").read_text(encoding="utf-8")
-    names = [key.path for key in keys(Config)]
-    for heading, pattern in (("Free", FREE), ("Reported", REPORTED)):
+    for heading, how in (
+        ("Free", "free"),
+        ("Reported", "reported"),
+        ("Allowed", "asked"),
+        ("Refused", "refused"),
+    ):
         (listed,) = re.findall(rf"^\| {heading}[^|]*\| (.*) \|$", text, re.MULTILINE)
         shown = {matches(word) for word in re.findall(r"`([^`]+)`", listed)}
         found = {name for words in shown for name in words}
-        assert found == {name for name in names if pattern.fullmatch(name)}
+        assert found == {key.path for key in keys(Config) if key.on_resume.how == how}
 
 
 def matches(word: str) -> frozenset[str]:
@@ -341,6 +345,24 @@ def test_the_page_on_data_lists_verifiers_and_tasks() -> None:
     text = (DOCS / "data.md").read_text(encoding="utf-8")
     assert not [name for name in VERIFIERS if f"`{name}`" not in text]
     assert not [name for name in TASKS if not re.search(rf"`{name}[:/`]", text)]
+
+
+def test_the_speeds_of_the_readme_are_those_that_were_measured() -> None:
+    """Each figure of its tables is on the page of the benchmark."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Speed\n")[2].partition("\n## ")[0]
+    for name in ("GPU", "PEERS", "RESULTS"):
+        assert f"benchmarks/{name}.md" in section
+    pages = [ROOT / "benchmarks" / name for name in ("PEERS.md", "RESULTS.md")]
+    measured = figures("\n".join(page.read_text(encoding="utf-8") for page in pages))
+    rows = re.findall(r"^\| .*$", section, re.MULTILINE)
+    shown = figures("\n".join(rows))
+    assert len(shown) >= 15 and shown <= measured
+
+
+def figures(text: str) -> set[str]:
+    """The numbers with a point or a comma, and the percentages."""
+    return set(re.findall(r"\d+(?:[.,]\d+)+|\d+%", text))
 
 
 def test_papers_name_what_is_there() -> None:

@@ -114,6 +114,12 @@ def test_a_killed_run_hears_the_same_again(given: list[str], tmp_path: Path) -> 
     }
     assert [row["step"] for row in read_metrics(run_dir)] == list(range(4))
     assert unlisted_files(run_dir) == set()
+    shown = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
+    turns = [turn for one in shown if one["split"] == "train" for turn in one["turns"]]
+    assert {turn["role"] for turn in turns} == {"assistant", "user"}
+    for turn in turns:  # each has an advantage of its own (credit=turn)
+        ours = turn["role"] == "assistant"
+        assert turn["learned"] == ours and ("advantage" in turn) == ours
     again = before_its_end(run_dir)
     resume(again)
     assert weights(again) == weights(run_dir)

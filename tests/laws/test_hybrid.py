@@ -80,7 +80,10 @@ def test_what_has_one_layout_dtype_and_sharding_is_one_array(models, tmp_path, a
 
 def rows_of(result):
     """What must not change: every number but times and memory."""
-    left_out = ("time/", "memory/", "compile/", "offload/", "tokens/per_second", "weights/sync")
+    left_out = (
+        *("time/", "memory/", "compile/", "offload/", "total/"),
+        *("tokens/per_second", "weights/sync"),
+    )
     return [
         {key: value for key, value in row.items() if not key.startswith(left_out)}
         for row in result.metrics
@@ -131,7 +134,9 @@ def test_the_plan_foresees_the_ledgers_peak(deeper, tmp_path, offload):
     made = config(deeper, tmp_path / "run", ALONE, *offload)
     result = train(made)
     planned = json.loads((result.run_dir / "plan.json").read_text())["pools"][0]["peak"]
-    assert result.metrics[-1]["memory/actor/peak_bytes"] == pytest.approx(planned, rel=0.15)
+    # Never below it; above it by the margin of a CPU, by what its compiler fuses and the walk does
+    # not, and by the longest sequences that the config allows.
+    assert 1 <= planned / result.metrics[-1]["memory/actor/peak_bytes"] < 1.5
     line = (
         r"peak memory of the first step \(arrays and compiled programs\): actor\+rollout\+teacher"
     )

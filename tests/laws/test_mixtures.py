@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
+from engine_requests import sample_groups
 from runs import CONSTANT, GSPO, SHORT
 from safetensors.numpy import load_file
 from tiny_models import make_mesh, random_params
@@ -162,8 +163,8 @@ def sampled(config=SMALL, dtype=jnp.float32, n=3, new=8, slots=4, cache_tokens=N
     engine = Engine(config, None, **options, **limits)
     sampling = SamplingParams(new, eos_ids=(5,) if cache_tokens is None else ())
     tokens = [prompt.tokens for prompt in PROMPTS]
-    found = engine.generate(params, tokens, n=n, sampling=sampling, seed=0, record_experts=True)
-    assert (engine.stats.sent_back > 0) == (cache_tokens is not None)
+    found = sample_groups(engine, params, tokens, n=n, sampling=sampling, record_experts=True)
+    assert (engine.stats.preemptions > 0) == (cache_tokens is not None)
     return params, found
 
 

@@ -38,11 +38,13 @@ def lengths(monkeypatch):
     """Completions have the lengths of `PROFILES`."""
     generate = Engine.generate
 
-    def limited(self, params, prompts, *, n, step, sampling, **more):
-        each = PROFILES[step % len(PROFILES)] * (len(prompts) * n // 4)
-        limits = [each[i * n : (i + 1) * n] for i in range(len(prompts))]
-        given = {"sampling": replace(sampling, eos_ids=()), "limits": limits}
-        return generate(self, params, prompts, n=n, step=step, **(more | given))
+    def limited(self, params, requests, **more):
+        lengths = PROFILES[requests[0].key.step % len(PROFILES)] * (len(requests) // 4)
+        limited = [
+            replace(request, sampling=replace(request.sampling, eos_ids=()), max_tokens=n)
+            for request, n in zip(requests, lengths, strict=True)
+        ]
+        return generate(self, params, limited, **more)
 
     monkeypatch.setattr(Engine, "generate", limited)
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -193,6 +194,10 @@ def test_functions_and_a_reward_model_are_weighed(student, reward_model, tmp_pat
     assert row["memory/reward/peak_bytes"] > 0 and row["memory/reference/peak_bytes"] > 0
     told = np.mean([sample["reward"] for sample in samples(result)])
     assert told == pytest.approx(row["reward/mean"], rel=1e-5)
+    for sample in samples(result):
+        each = sample["rewards"]
+        total = 0.5 * each["length"] + 2 * each["format"] + 3 * each["model"]
+        assert sample["reward"] == pytest.approx(total, rel=1e-5)
 
 
 def test_similar_completions_are_compared(student, reward_model, tmp_path):
@@ -263,7 +268,11 @@ def test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed(student, tm
         full = row["completions/dropped"] == 0
         assert full or row["policy/refills"] == most
     shown = [sample for sample in samples(result) if sample["step"] == 2]
+    assert sum(sample["learned"] for sample in shown) == result.metrics[2]["actor/tokens"]
     prompts = [sample["prompt"] for sample in shown]
+    for prompt in prompts:  # advantages are against the others of the prompt
+        own = [sample["advantage"] for sample in shown if sample["prompt"] == prompt]
+        assert sum(own) == pytest.approx(0, abs=1e-5)
     assert len(set(prompts)) == 6 and all(prompts.count(prompt) == 4 for prompt in prompts)
     dull = {prompt for prompt in prompts if prompt[0] not in "1234"}
     told = {*prompts} - dull  # of the dull ones only the penalty for length may differ
@@ -303,12 +312,14 @@ def test_figures_of_sampling_are_of_all_that_was_sampled(
 ):
     """Those that the engine sampled, also of prompts whose environment failed, and which were
     replaced."""
-    seen, generate = {}, Engine.generate
+    seen, generate = defaultdict(lambda: defaultdict(list)), Engine.generate
 
-    def counted(self, params, prompts, **options):
-        groups = generate(self, params, prompts, **options)
-        seen.setdefault(options.get("step", 0), []).extend(groups)
-        return groups
+    def counted(self, params, requests, **options):
+        completions = generate(self, params, requests, **options)
+        for request, completion in zip(requests, completions, strict=True):
+            key = request.key
+            seen[key.step][key.attempt, key.prompt].append(completion)
+        return completions
 
     monkeypatch.setattr(Engine, "generate", counted)
     (tmp_path / "flaky.py").write_text(FLAKY)
@@ -318,7 +329,7 @@ def test_figures_of_sampling_are_of_all_that_was_sampled(
     asked += ["policy.max_refills=2", "eval.every=0"]
     result = run("student.model=builtin:student", tmp_path / "run", *asked)
     for row in result.metrics[1:]:
-        groups = seen[row["step"] - 1]
+        groups = list(seen[row["step"] - 1].values())
         all_of = [one for group in groups for one in group]
         failed = sum(one.failure is not None for one in all_of)
         assert failed > 0 and row["environment/failures"] == failed

@@ -51,7 +51,7 @@ def signal_of_one_state_per_sequence():
                 ShardedTerm(Term(), 8, 4), WIDE, HEAD, FrozenInputs(MASK, NARROW, {})
             ),
         ),
-        ("ids", lambda: VocabShard(0, 3, 3, False).at(WIDE, ID)),
+        ("ids", lambda: VocabShard(0, 3, 3, False).values_at(WIDE, ID)),
         ("tokens", lambda: logprobs_from_hidden(HIDDEN, HEAD, ID)),
         ("teacher_logprobs", lambda: opd_advantages(NARROW, WIDE, NARROW, MASK)),
         ("ids", lambda: standardise_groups(np.zeros(2), np.zeros((2, 3), int), None)),

@@ -18,9 +18,9 @@ from jaxrl.algorithms.signals import Projection, completion_hidden
 from jaxrl.config.settings import DistillConfig
 from jaxrl.models.batching import round_up
 from jaxrl.models.decoder import forward
-from jaxrl.models.packing import held_tokens, pack_streams, row_devices
+from jaxrl.models.packing import count_tokens, pack_streams, row_devices
 from jaxrl.roles import actor, microbatch
-from jaxrl.roles.microbatch import rows_of_groups, shared_group, shares
+from jaxrl.roles.microbatch import rows_of_groups, saves_by_sharing, shared_group
 from jaxrl.roles.reference import Reference
 from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.train import train
@@ -73,14 +73,14 @@ def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, re
     def run(params, given):
         packing = pack_streams(given, mesh)
         hidden = completion_hidden(config, params, packing, mesh, remat=remat)
-        assert given.room is None or hidden.shape[1] == given.room[1]
+        assert given.capacity is None or hidden.shape[1] == given.capacity[1]
         return value_of(packing.completions.unpack(hidden), given)
 
     shared = replace(given, group=group)
     tight = without_padding(shared, mesh)
     rooms = [tight]
     if mesh.size == 1:
-        assert tight.room[0] < len(given.mask) * P  # less than the padded rows have
+        assert tight.capacity[0] < len(given.mask) * P  # less than the padded rows have
         rooms.append(shared)  # as much as they have
     for packed in rooms:
         (_, streamed), found = run(params, packed)
@@ -110,8 +110,8 @@ def test_hidden_states_are_those_of_whole_sequences_where_layers_borrow():
 
 
 def without_padding(given: Sequences, mesh) -> Sequences:
-    held, parts = held_tokens(given, row_devices(mesh)), mesh.shape["context"]
-    return replace(given, room=tuple(round_up(int(tokens.max()), parts) for tokens in held))
+    held, parts = count_tokens(given, row_devices(mesh)), mesh.shape["context"]
+    return replace(given, capacity=tuple(round_up(int(tokens.max()), parts) for tokens in held))
 
 
 def with_rows_of_padding(vocab: int) -> Sequences:
@@ -144,15 +144,15 @@ def whole_sequences(name):
 @pytest.mark.parametrize("group", [1, G])
 def test_a_stream_too_short_for_its_tokens_is_never_quietly_wrong(group):
     mesh, given = make_mesh(1, 1, 1), replace(sequences(64), group=group)
-    n, m = (int(tokens.max()) for tokens in held_tokens(given, row_devices(mesh)))
+    n, m = (int(tokens.max()) for tokens in count_tokens(given, row_devices(mesh)))
 
     @jax.jit
     def run(given):  # of what stands for hidden states
         packing = pack_streams(given, mesh)
-        return packing.predicting(packing.positions[..., None].astype("float32"), mesh)
+        return packing.select_predictors(packing.positions[..., None].astype("float32"), mesh)
 
-    for room, right in (((n, m), True), ((n - 1, m), False), ((n, m - 1), False)):
-        found = run(replace(given, room=room))
+    for capacity, right in (((n, m), True), ((n - 1, m), False), ((n, m - 1), False)):
+        found = run(replace(given, capacity=capacity))
         assert np.isfinite(found).all() == right and np.isnan(found).all() != right
 
 
@@ -187,9 +187,9 @@ def test_only_what_is_alike_is_shared():
 
 
 def test_short_prompts_are_not_worth_it():
-    assert shares(8, 100, 100, None)
-    assert not shares(8, 10, 100, None)  # saves 8 of 100
-    assert not shares(1, 100, 1, None)
+    assert saves_by_sharing(8, 100, 100, None)
+    assert not saves_by_sharing(8, 10, 100, None)  # saves 8 of 100
+    assert not saves_by_sharing(1, 100, 1, None)
 
 
 def test_rows_of_groups():

@@ -75,7 +75,7 @@ def config(signal, *overrides):
 
 def role(made, mesh, families=FAMILIES):
     """The role of a run, a scorer of each teacher alone, and one that sends its hidden states."""
-    projection = Projection.of(made, mesh, VOCAB)
+    projection = Projection.from_config(made, mesh, VOCAB)
     named = enumerate(families.items())
     models = {name: tiny_model(family, mesh, seed=i) for i, (name, family) in named}
     models = {
@@ -242,7 +242,7 @@ def two_names(models, tmp_path_factory):
             prompt = sequences.tokens.shape[1] - sequences.loss_mask.shape[1]
             before, after = np.split(sequences.mask, [prompt], 1)
             held = before[:: sequences.group].sum() + after.sum()
-            computed.setdefault(batches[-1], []).append((held, sequences.room[0]))
+            computed.setdefault(batches[-1], []).append((held, sequences.capacity[0]))
             return part(scorer, given)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -101,7 +101,7 @@ def by_hand(
 
 
 def by_terms(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, Any]:
-    """As `shared_prompts.by_products` has it, in numpy: q [R,KV,M,H], k, v [R,KV,S,H]."""
+    """As `shared_prompts.attend_by_products` has it, in numpy: q [R,KV,M,H], k, v [R,KV,S,H]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     found = np.einsum("rkmh,rksh->rkms", q, k) * q.shape[-1] ** -0.5
     found = np.where(mask[:, None], found, -np.inf)

@@ -80,7 +80,7 @@ def test_chunks_are_the_recurrence_step_by_step(alike: float) -> None:
     """Also where all keys are one and little is forgotten, whose changes nearly cancel; behind
     other tokens, with the gradient of what is kept of them."""
     draw = np.random.default_rng(1)
-    like = delta.nothing_read(SIZES, 3, jnp.dtype("float32"))
+    like = delta.initial_state(SIZES, 3, jnp.dtype("float32"))
     start = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype), like)
     chunks, steps = (run(*inputs(3, 150, alike), start) for run in chunks_and_steps())
     for a, b in zip(jax.tree.leaves(chunks), jax.tree.leaves(steps), strict=True):
@@ -125,7 +125,7 @@ def scored(
         if group:
             packing = pack_streams(Sequences(tokens, mask, LIVE, group), mesh)
             hidden = decoder.forward_packed(config, params, packing, mesh=mesh)
-            own = packing.completions.unpack(packing.predicting(hidden, mesh))
+            own = packing.completions.unpack(packing.select_predictors(hidden, mesh))
         else:
             own = decoder.forward(config, params, tokens, mask, mesh=mesh)[:, 6:-1]
         own = jnp.where(LIVE[..., None], own, 0)

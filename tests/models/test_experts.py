@@ -296,7 +296,7 @@ def test_streams_route_as_rows_do_on_any_mesh(name: str) -> None:
     def run(params: Any, sequences: Sequences, mesh: Any) -> Any:
         packing, routed = pack_streams(sequences, mesh), list[Any]()
         hidden = decoder.forward_packed(config, params, packing, mesh=mesh, routed=routed)
-        rows = packing.completions.unpack(packing.predicting(hidden, mesh).sum(-1))
+        rows = packing.completions.unpack(packing.select_predictors(hidden, mesh).sum(-1))
         return rows, routed[0].ids
 
     rows = np.asarray(jax.jit(partial(decoder.forward, config))(params, tokens, mask)).sum(-1)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_requests import sample_groups
 from tiny_models import REFERENCES, model_of_layers, tiny_config
 
 from jaxrl.errors import UserError
@@ -90,7 +91,7 @@ def test_a_model_of_one_length_samples_what_it_scores() -> None:
     engine = Engine(config, None, slots=2, max_prompt_tokens=4, max_new_tokens=20)
     assert engine.config == config.for_length(24)
     sampling = SamplingParams(max_new_tokens=20)
-    found = engine.generate(params, prompts, n=1, sampling=sampling, seed=0)
+    found = sample_groups(engine, params, prompts, sampling=sampling)
 
     @partial(jax.jit, static_argnums=0)
     def whole_pass(config: DecoderConfig, params: Any, tokens: Any) -> jax.Array:

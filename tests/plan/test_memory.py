@@ -24,17 +24,20 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.family import LayerKind
 from jaxrl.models.parameters import param_shardings
-from jaxrl.plan import PROCESS_BYTES, array_bytes, build, make_plan, plan_inputs
+from jaxrl.plan import PROCESS_BYTES, build, make_plan, peaks, plan_inputs
+from jaxrl.plan.live_arrays import Live
 from jaxrl.plan.plan_inputs import Account, Entry
 from jaxrl.plan.search import set_key
 from jaxrl.plan.table import Plan
 from jaxrl.roles.actor import checkpoint_bytes, moment_bytes
+from jaxrl.roles.declared import local_bytes
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
-from jaxrl.roles.run_shapes import fractions
+from jaxrl.roles.run_shapes import fractions, placed_params
+from jaxrl.roles.sampling_programs import abstract_cache
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sampling import decode
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.mesh import Visible, ensure_devices, role_mesh
+from jaxrl.sharding.mesh import Visible, abstract_mesh, ensure_devices, role_mesh
 from jaxrl.sharding.placement import check_visible, place
 
 ROLES = ("actor", "rollout", "teacher")
@@ -61,11 +64,32 @@ SMALL = DecoderConfig("qwen2", 2000, 256, 8, 8, 2, 32, 1024)
 TEACHER = DecoderConfig("qwen2", 2000, 512, 8, 8, 2, 32, 1024)
 QWEN_1_5B = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, tie_embeddings=True)
 QWEN_7B = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944)
+QWEN_1_5B, QWEN_7B = (replace(model, max_positions=32768) for model in (QWEN_1_5B, QWEN_7B))
+TWO_LAYERS = replace(QWEN_1_5B, n_layers=2), replace(QWEN_7B, n_layers=2)
 BASE: dict[str, Any] = {
     "student": {"model": "student"},
     "teacher": {"model": "teacher"},
     "data": {"train": "arithmetic", "eval": "arithmetic"},
 }
+
+
+@pytest.fixture(autouse=True)
+def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program makes is a multiple of its rows here, in place of a walk over the programs of
+    28 layers: most laws of the plan hold for any figure. Those with the fixture `walked` walk."""
+    if "walked" in request.fixturenames:
+        return
+
+    def made(jitted: Any, structure: Any, leaves: tuple[Any, ...], target: Any) -> Live:
+        rows = [x for x in leaves if getattr(getattr(x, "dtype", None), "kind", "") in ("i", "b")]
+        return Live(256 * local_bytes(rows), ())
+
+    monkeypatch.setattr(peaks, "_walk", made)
+
+
+@pytest.fixture
+def walked() -> None:
+    """Has the programs walked."""
 
 
 @pytest.mark.parametrize(
@@ -75,14 +99,21 @@ BASE: dict[str, Any] = {
 )
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_the_shards_of_every_leaf_add_up(model: DecoderConfig, axes: Axes) -> None:
-    leaves = array_bytes.shards(model, axes)
-    assert sum(math.prod(leaf.shape) for leaf in leaves) == model.n_params
-    for leaf in leaves:
-        pieces = [n // k for n, k in zip(leaf.shape, leaf.local, strict=True)]
-        assert math.prod(pieces) * leaf.size == math.prod(leaf.shape)
-        assert axes.size % math.prod(pieces) == 0  # what is not split is on several devices
-    unstacked = array_bytes.shards(model, axes, "unstacked")
-    assert sum(leaf.size for leaf in unstacked) == sum(leaf.size for leaf in leaves)
+    mesh: Any = abstract_mesh(axes)
+
+    def pieces(layout: parameters.Layout) -> list[tuple[int, int]]:
+        """Numbers of each leaf, and those on a device."""
+        arrays = placed_params(model, mesh, jnp.dtype("float32"), layout)
+        return [
+            (x.size, math.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(arrays)
+        ]
+
+    stacked, unstacked = pieces("stacked"), pieces("unstacked")
+    assert sum(size for size, _ in stacked) == model.n_params
+    for size, local in stacked:
+        assert size % local == 0  # what is not split is on several devices
+        assert axes.size % (size // local) == 0
+    assert sum(local for _, local in stacked) == sum(local for _, local in unstacked)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion", "adafactor", "muon"])
@@ -91,7 +122,8 @@ def test_weights_and_moments_are_what_the_arrays_take(axes: Axes, name: Any) -> 
     mesh = role_mesh(jax.devices()[: axes.size], axes)
     shardings = param_shardings(TINY, mesh)
     shapes = parameters.abstract_params(TINY)
-    assert bytes_of_shards(shapes, shardings) == array_bytes.weight_bytes(TINY, axes, "float32")
+    whole = placed_params(TINY, mesh, jnp.dtype("float32"))
+    assert bytes_of_shards(shapes, shardings) == local_bytes(whole)
     config = set_key(Config.parse(BASE), "optimizer.name", name)
     for dtype in ("float32", "bfloat16"):
         optimizer = make_optimizer(config.optimizer, 1, jnp.dtype(dtype))
@@ -123,10 +155,11 @@ def on_first_device(tree: Any, mesh: jax.sharding.Mesh) -> int:
 @pytest.mark.parametrize("axes", [Axes(2, 1, 1), Axes(1, 1, 2), Axes(1, 2, 4)], ids=str)
 def test_the_cache_is_what_the_engine_allocates(axes: Axes, model: DecoderConfig) -> None:
     mesh = role_mesh(jax.devices()[: axes.size], axes)
-    rows = 8 // (axes.data * axes.fsdp)
     for dtype in ("float32", "bfloat16"):
         cache = decode.new_cache(model, mesh, 8, 24, jnp.dtype(dtype))
-        assert on_first_device(cache, mesh) == array_bytes.cache_bytes(model, axes, rows, 24, dtype)
+        assert on_first_device(cache, mesh) == local_bytes(
+            abstract_cache(model, mesh, 8, 24, jnp.dtype(dtype))
+        )
 
 
 def test_a_peak_is_what_is_resident_and_the_largest_phase_of_any_role() -> None:
@@ -146,7 +179,15 @@ def test_a_peak_is_what_is_resident_and_the_largest_phase_of_any_role() -> None:
 # The plan.
 
 
-def plan(mesh: str, *, limit_gb: float | None = None, here: bool = False, **changes: Any) -> Plan:
+def plan(
+    mesh: str,
+    *,
+    limit_gb: float | None = None,
+    here: bool = False,
+    room: bool = False,
+    models: tuple[DecoderConfig, DecoderConfig] = (QWEN_1_5B, QWEN_7B),
+    **changes: Any,
+) -> Plan:
     """A Qwen plan (7B teaches 1.5B), for GPUs elsewhere unless `here`."""
     config = Config.parse({**BASE, "mesh": mesh})
     for key, value in changes.items():
@@ -156,8 +197,9 @@ def plan(mesh: str, *, limit_gb: float | None = None, here: bool = False, **chan
     if here:
         seen = ensure_devices(placement.n_devices)
         placement = check_visible(placement, len(seen.devices))
-    student = replace(QWEN_1_5B, lora=lora_of(config))
-    return build(config, ROLES, placement, student, QWEN_7B, seen, limit_gb)
+    student, teacher = models
+    student = replace(student, lora=lora_of(config), quantised=config.quantised)
+    return build(config, ROLES, placement, student, teacher, seen, limit_gb, room=room)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +218,10 @@ def plan(mesh: str, *, limit_gb: float | None = None, here: bool = False, **chan
 def test_the_table_has_a_row_for_each_role_and_one_for_each_shared_pool(
     mesh: str, rows: list[str]
 ) -> None:
-    text = plan(mesh, here=True).text()
+    text = plan(mesh, here=True, room=True).text()
     lines = text.splitlines()
     assert "GB on each device" in lines[0]
-    for title in ("worker", "devices", "process", "mesh", "weights", "grads", "peak", "limit"):
+    for title in ("worker", "devices", "process", "mesh", "weights", "optim", "peak", "limit"):
         assert title in lines[1]
     body = [line for line in lines[3:] if line[-1] in "-?0123456789"][
         : len(rows)
@@ -228,6 +270,7 @@ def test_emulated_devices_are_held_against_the_sum_of_what_their_host_has(
     needed = actor + 2 * rollout + teacher + host.beside
     assert host.devices == (1, 2, 1) and host.beside >= PROCESS_BYTES
     assert max(actor, teacher) > needed / 4  # which an eighth for each device, or a quarter, is not
+    assert "(the 4 devices are emulated and share" in roomy.verdict[0]
     assert on(needed).fits and not on(needed).hopeless
     small = on(needed - 1)
     assert not small.fits and not small.hopeless
@@ -270,10 +313,10 @@ def test_what_jax_takes_of_a_gpu_is_told_and_planned_with(monkeypatch: pytest.Mo
 
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    elsewhere = plan(placement.spec, here=True).text()
+    elsewhere = plan(placement.spec, here=True, room=True).text()
     assert "on GPUs of 141 GB, of which jax takes 92%" in elsewhere
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    assert "of which jax takes 60%" in plan(placement.spec, here=True).text()
+    assert "of which jax takes 60%" in plan(placement.spec, here=True, room=True).text()
 
 
 def test_roles_compute_in_what_their_devices_do_unless_they_are_told() -> None:
@@ -299,38 +342,49 @@ def named(found: Plan) -> list[str]:
     return [line.split("=")[0].split(": ")[1] for line in found.advice if "takes" in line]
 
 
-def test_what_does_not_fit_names_keys_that_help() -> None:
-    large = plan("actor=2,rollout=2,teacher=4", limit_gb=18)
+def test_what_does_not_fit_names_keys_that_help(walked: None) -> None:
+    def on(limit: float, **changes: Any) -> Plan:
+        """A plan for devices of so many bytes."""
+        mesh, sizes = "actor=2,rollout=2,teacher=4", {"group_size": 4, "max_new_tokens": 1024}
+        return plan(mesh, limit_gb=limit / 1e9, models=TWO_LAYERS, **sizes | changes)
+
+    roomy = on(2e11)
+    assert roomy.fits and roomy.advice == ()
+    needed = max(pool.bytes for pool in roomy.pools)
+    large = on(needed / 1.5)
     assert not large.fits
-    assert "does not fit: actor needs" in large.verdict[0]
-    assert "of 18.0" in large.verdict[0]
-    needed = large.pools[0].bytes / 1e9
-    near, far = (plan(large.placement.spec, limit_gb=needed / by) for by in (1.05, 1.5))
-    assert "--compile" in near.verdict[0] and "--compile" not in far.verdict[0]
+    assert f"does not fit: {large.pools[0].pool.name} needs" in large.verdict[0]
+    assert f"of {needed / 1.5e9:.1f}" in large.verdict[0]
+    near = on(max(pool.bytes for pool in large.pools) / 1.05)
+    assert "--compile" in near.verdict[0] and "--compile" not in on(needed / 3).verdict[0]
     assert "actor.micro_batch_tokens" in named(large)
-    assert large.axes["teacher"] == Axes(2, 1, 2)  # the plan splits it by itself, where that fits
-    assert "teacher.parallel.tensor" in named(plan("actor=2,rollout=2,teacher=4", limit_gb=6))
-    assert plan("actor=2,rollout=2,teacher=4", limit_gb=200).advice == ()
+    # The plan splits a teacher by itself, where that fits.
+    copied = on(roomy.pools[2].bytes)
+    assert copied.axes["teacher"] == Axes(4, 1, 1)
+    assert on(roomy.pools[2].bytes - 1).axes["teacher"] == Axes(2, 1, 2)
 
 
 def test_named_keys_keep_their_promise() -> None:
-    large = plan("actor=2,rollout=2,teacher=4", limit_gb=18)
+    mesh = "actor=2,rollout=2,teacher=4"
+    limit = 0.8e-9 * plan(mesh, limit_gb=200).pools[0].bytes
+    large = plan(mesh, limit_gb=limit)
+    assert named(large)
     for line in large.advice:
         if "takes" not in line:
             continue
         pool, change, _, size, *_ = line.replace(":", "").split()
         key, value = change.split("=")
         typed: Any = int(value) if value.isdigit() else {"true": True}.get(value, value)
-        after = plan("actor=2,rollout=2,teacher=4", limit_gb=18, **{key: typed})
+        after = plan(mesh, limit_gb=limit, **{key: typed})
         index = [p.name for p in after.placement.pools].index(pool)
         assert after.pools[index].bytes / 1e9 == pytest.approx(float(size), abs=0.051)
 
 
 KEYS_TO_RUN_FASTER = {
-    "rollout.slots": [48, 96, 192],
-    "actor.remat": ["full", "dots", "none"],
-    "actor.micro_batch_tokens": [12288, 24576, 36864, None],
-    "teacher.num_microbatches": [8, 4, 2, 1],
+    "rollout.slots": [48, 192],
+    "actor.remat": ["full", "none"],
+    "actor.micro_batch_tokens": [12288, None],
+    "teacher.num_microbatches": [8, 1],
 }
 """Key -> values, the slowest first."""
 
@@ -338,29 +392,33 @@ KEYS_TO_RUN_FASTER = {
 def test_adapters_beside_the_weights_are_advised_to_be_merged_where_a_copy_fits() -> None:
     mesh, line = "actor+rollout=2,teacher=2", "faster: rollout.merge=true (now false) fits: "
     lora: dict[str, Any] = {"student__lora__rank": 16, "distill__chunk_tokens": 512}
-    beside = plan(mesh, limit_gb=80, **lora)
+    beside = plan(mesh, limit_gb=80, room=True, **lora)
     (advice,) = [each for each in beside.verdict if each.startswith(line)]
     merged = plan(mesh, limit_gb=80, **lora, rollout__merge=True)
     assert advice.endswith(f"takes {merged.pools[0].bytes / 1e9:.1f} of 80.0 GB")
     for others in (
-        plan(mesh, limit_gb=80),
-        merged,
-        plan(mesh, limit_gb=beside.pools[0].bytes / 1e9 + 0.1, **lora),
-        plan(mesh, limit_gb=80, **lora, student__base_dtype="int8"),
+        plan(mesh, limit_gb=80, room=True),
+        plan(mesh, limit_gb=80, room=True, **lora, rollout__merge=True),
+        plan(mesh, limit_gb=beside.pools[0].bytes / 1e9 + 0.1, room=True, **lora),
+        plan(mesh, limit_gb=80, room=True, **lora, student__base_dtype="int8"),
     ):
         assert not any("rollout.merge" in each for each in others.verdict)
 
 
-@pytest.mark.parametrize("limit_gb", and_slow([26, 80], [40]))
-def test_what_would_be_faster_is_named_with_what_it_takes_and_fits(limit_gb: float) -> None:
+@pytest.mark.slow  # a few dozen plans; test_declared.py has one such key
+@pytest.mark.parametrize("limit_gb", [12, 24, 80])
+def test_what_would_be_faster_is_named_with_what_it_takes_and_fits(
+    limit_gb: float, walked: None
+) -> None:
     mesh = "actor=2,rollout=2,teacher=4"
     sizes: dict[str, Any] = {"batch_size": 48, "group_size": 4, "max_new_tokens": 2048}
     sizes |= {key: values[0] for key, values in KEYS_TO_RUN_FASTER.items()}
 
     def on(**changes: Any) -> Plan:
-        return plan(mesh, limit_gb=limit_gb, **(sizes | changes))
+        given: dict[str, Any] = {"limit_gb": limit_gb, "models": TWO_LAYERS}
+        return plan(mesh, **(given | sizes | changes))
 
-    now, found = on(), {}
+    now, found = on(room=True), {}
     assert now.fits
     for line in now.verdict:
         if not line.startswith("faster: "):
@@ -381,9 +439,9 @@ def test_what_would_be_faster_is_named_with_what_it_takes_and_fits(limit_gb: flo
     assert found.get("actor.remat", "full") == remats[-1]
     # Once all are set, nothing more is named; one that does not fit names nothing.
     fastest = {key: values[-1] for key, values in KEYS_TO_RUN_FASTER.items()}
-    most = plan(mesh, limit_gb=1000, **(sizes | fastest))
+    most = on(limit_gb=1000, room=True, **fastest)
     assert not any(line.startswith("faster: ") for line in most.verdict)
-    tight = plan(mesh, limit_gb=10, **sizes)
+    tight = on(limit_gb=2, room=True)
     assert not tight.fits and not any(
         line.startswith(("faster", "largest")) for line in tight.verdict
     )
@@ -425,6 +483,7 @@ def test_a_frozen_role_has_whole_copies_where_they_fit_and_is_split_where_not() 
 def test_the_rollout_has_as_many_slots_as_fit_and_null_where_all_do() -> None:
     mesh = "actor=2,rollout=2,teacher=4"
     sizes: dict[str, Any] = {"batch_size": 48, "group_size": 4, "max_new_tokens": 4096}
+    sizes["data.eval"] = None  # for which the teacher samples too
 
     def on(limit_gb: float, **changes: Any) -> Plan:
         split = {"rollout__parallel__data": 2}  # else it splits its weights to have room for more
@@ -497,23 +556,23 @@ def test_heads_that_tensor_does_not_divide_are_refused() -> None:
         assert word in str(error.value)
 
 
-def test_long_sequences_fit_where_context_divides_them_and_the_plan_names_it() -> None:
-    """A 7B model learns from sequences of 32k tokens on eight GPUs of 80 GB, and keeps all matrix
-    products for the backward pass."""
+def test_long_sequences_fit_where_context_divides_them_and_the_plan_names_it(walked: None) -> None:
+    """A model with the widths of 7B learns from sequences of 32k tokens on eight GPUs, and keeps
+    all matrix products for the backward pass."""
     long = {"max_prompt_tokens": 1024, "max_new_tokens": 31744, "batch_size": 8, "group_size": 1}
-    mesh = "actor=8,rollout=1,teacher=4"
+    mesh, model = "actor=8,rollout=1,teacher=4", replace(TWO_LAYERS[1], n_layers=4)
 
-    def found(**keys: Any) -> Plan:
-        config = Config.parse({**BASE, "mesh": mesh})
-        for key, value in (long | {"actor.remat": "dots"} | keys).items():
-            config = set_key(config, key.replace("__", "."), value)
-        return build(config, ROLES, place(mesh, ROLES), QWEN_7B, QWEN_7B, Visible((), None), 78.1)
+    def found(limit_gb: float, **keys: Any) -> Plan:
+        given: dict[str, Any] = long | {"actor.remat": "dots", "data.eval": None} | keys
+        return plan(mesh, limit_gb=limit_gb, models=(model, model), **given)
 
-    whole = found()
+    divided = found(1000, actor__parallel__context=2)
+    assert divided.axes["actor"] == Axes(fsdp=4, context=2)
+    whole = found(1000)
+    needed = [each.pools[0].bytes for each in (whole, divided)]
+    whole = found(1e-9 * (needed[0] + needed[1]) / 2)
     assert whole.axes["actor"] == Axes(fsdp=8) and not whole.pools[0].fits
     assert any("actor.parallel.context=2 takes" in line and "fits" in line for line in whole.advice)
-    divided = found(actor__parallel__context=2)
-    assert divided.axes["actor"] == Axes(fsdp=4, context=2) and divided.pools[0].fits
     resident = [plan.accounts["actor"].column("weights") for plan in (whole, divided)]
     assert resident[0] == resident[1]  # weights are divided by all eight either way
 
@@ -530,32 +589,31 @@ def test_fewer_kv_heads_than_tensor_are_told() -> None:
         ("distill.chunk_tokens", 4096, "actor"),
         ("actor.micro_batch_tokens", 24576, "actor"),  # null, one of all, needs no accumulator
         ("rollout.slots", 512, "rollout"),
-        ("distill.seq_kd", True, "teacher"),
         ("max_new_tokens", 4096, "teacher"),
     ],
 )
-def test_what_asks_for_more_takes_more(key: str, value: Any, role: str) -> None:
+def test_what_asks_for_more_takes_more(key: str, value: Any, role: str, walked: None) -> None:
     def peak(**changes: Any) -> int:
-        return (
-            plan("actor=2,rollout=2,teacher=4", **{"data.eval": None} | changes).accounts[role].peak
-        )
+        given = {"data.eval": None, "models": TWO_LAYERS} | changes
+        return plan("actor=2,rollout=2,teacher=4", **given).accounts[role].peak
 
     assert peak(**{key: value}) > peak()
 
 
-def test_what_a_device_samples_with_does_not_grow_with_their_number() -> None:
-    """With as many completions for each."""
+def test_what_a_device_samples_with_does_not_grow_with_their_number(walked: None) -> None:
+    """With as many completions for each; but for the numbers of all slots, which each has."""
 
-    def sampling(n: int, group: int) -> set[tuple[str, int, str | None]]:
+    def sampling(n: int, group: int) -> dict[str, int]:
         mesh, prompts = f"actor=2,rollout={n},teacher=2", 64 * n // group
-        found = plan(mesh, batch_size=prompts, group_size=group, **{"data.eval": None})
-        entries = found.accounts["rollout"].entries
-        return {(e.name, e.bytes, e.phase) for e in entries if e.phase != "weight sync"}
+        given: dict[str, Any] = {"data.eval": None, "models": TWO_LAYERS}
+        found = plan(mesh, batch_size=prompts, group_size=group, **given)
+        return found.accounts["rollout"].phases()
 
     for group in (1, 8):
         few = sampling(2, group)
-        assert {"prefill", "decode"} <= {phase for *_, phase in few}
-        assert sampling(8, group) == few == sampling(512, group)
+        assert {"prefill", "decode"} <= few.keys()
+        assert sampling(8, group) == pytest.approx(few, rel=0.001)
+        assert sampling(512, group) == pytest.approx(few, rel=0.04)
 
 
 PAGED = {"rollout.cache_tokens": 2048, "data.eval": None, "rollout.dtype": "bfloat16"}
@@ -570,11 +628,14 @@ def test_a_pool_of_pages_is_counted_and_explained(group: int) -> None:
         plan(mesh, max_new_tokens=512, **changes | more) for more in (PAGED, {"data.eval": None})
     )
     token = 28 * 2 * 2 * 128 * 2
+
+    def cached(of: Plan, phase: str) -> int:
+        entries = of.accounts["rollout"].entries
+        return sum(e.bytes for e in entries if (e.phase, e.column) == (phase, "cache"))
+
+    apart = cached(whole, "decode") - 16 * 512 * token  # the prompts that slots share
     for phase in ("prefill", "decode", "read again"):
-        entries = {e.name: e.bytes for e in found.accounts["rollout"].entries if e.phase == phase}
-        assert entries["KV cache"] == 2048 * token
-    entries = [e for e in whole.accounts["rollout"].entries if e.phase == "decode"]
-    assert {e.name: e.bytes for e in entries}["KV cache"] >= 16 * 512 * token
+        assert cached(found, phase) == 2048 * token + apart
     [note] = [note for note in found.notes if "rollout.cache_tokens=2048" in note]
     assert "32 pages of 64 tokens take 0.06 GB" in note and "16 slots" in note
     assert "would take 0.23 GB" in note and "room for 128 tokens" in note
@@ -582,8 +643,7 @@ def test_a_pool_of_pages_is_counted_and_explained(group: int) -> None:
     [note] = [note for note in few.notes if "rollout.cache_tokens=513" in note]
     assert "no more than 9 slots are used at once" in note
     more = plan(mesh, max_new_tokens=512, **changes, **PAGED | {"rollout.cache_tokens": 10**6})
-    decoding = [e for e in more.accounts["rollout"].entries if e.phase == "decode"]
-    assert {e.name: e.bytes for e in decoding}["KV cache"] == 16 * 512 * token  # all that can be
+    assert cached(more, "decode") == cached(whole, "decode")  # all that can be
 
 
 def test_a_pool_of_pages_is_refused_where_environments_answer() -> None:
@@ -640,23 +700,31 @@ def test_a_role_peaks_where_its_device_does() -> None:
     assert shared.bytes > max(found.accounts[role].peak for role in ("actor", "teacher"))
 
 
+def weight_bytes(model: DecoderConfig, axes: Axes) -> int:
+    """Bytes of a model's bfloat16 weights on one device."""
+    return local_bytes(placed_params(model, abstract_mesh(axes), jnp.dtype("bfloat16")))
+
+
 def test_new_weights_at_a_sync_are_held_beside_the_old_ones() -> None:
     apart = plan("actor=1,rollout=1,teacher=1", rollout__slots=1, group_size=1, batch_size=1)
     rollout = apart.accounts["rollout"]
     weights = rollout.column("weights")
-    assert weights == array_bytes.weight_bytes(QWEN_1_5B, Axes(), "bfloat16")
+    assert weights == weight_bytes(QWEN_1_5B, Axes())
     assert rollout.resident + rollout.phases()["weight sync"] == 2 * weights
 
 
-def test_a_sampling_role_on_fsdp_gathers_weights_to_decode() -> None:
-    """A GPU the table, and over a fifth of the layers at once; with whole copies nothing."""
-    pools = "actor=2,rollout=2,teacher=4"
+def test_a_sampling_role_on_fsdp_gathers_weights_to_decode(walked: None) -> None:
+    """The table, and of layers a transposed copy besides; with whole copies nothing."""
+    pools, given = "actor=2,rollout=2,teacher=4", {"models": TWO_LAYERS}
     split, whole = (
-        plan(pools, rollout__parallel__fsdp=n, rollout__parallel__data=2 // n).accounts["rollout"]
+        plan(pools, rollout__parallel__fsdp=n, rollout__parallel__data=2 // n, **given).accounts[
+            "rollout"
+        ]
         for n in (2, 1)
     )
-    weights = array_bytes.weight_bytes(QWEN_1_5B, Axes(), "bfloat16")
-    assert 0.3 * weights < split.phases()["decode"] - whole.phases()["decode"] < 0.38 * weights
+    weights, table = weight_bytes(TWO_LAYERS[0], Axes()), 2 * 151936 * 1536
+    gathered = split.phases()["decode"] - whole.phases()["decode"]
+    assert table < gathered < 1.1 * weights
     assert split.column("weights") == pytest.approx(weights / 2, rel=1e-3)  # norms are not split
 
 
@@ -668,11 +736,12 @@ def test_a_role_has_the_caches_of_what_it_samples() -> None:
         given = {"group_size": 4, "data__eval": "arithmetic", "eval__teacher": True} | changes
         found = plan("actor=2,rollout=2,teacher=4", **given).accounts[role].entries
         cached = [x for x in found if x.column == "cache" and x.phase and "decode" in x.phase]
-        return {x.phase or "": x.bytes for x in cached if x.name == "KV cache"}
+        return {x.phase or "": x.bytes for x in cached}
 
-    rollout = caches("rollout")
-    assert list(rollout) == list(caches("teacher")) == ["decode"]
-    assert rollout["decode"] >= caches("rollout", data__eval=None)["decode"]
+    rollout, alone = caches("rollout"), caches("rollout", data__eval=None)
+    assert rollout.keys() == {"decode", "decode for evaluations"} > alone.keys()
+    assert list(caches("teacher")) == ["decode"]
+    assert max(rollout.values()) >= alone["decode"]
     assert caches("teacher") == caches("teacher", distill__seq_kd=True)
 
 

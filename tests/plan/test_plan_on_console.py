@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from cases import and_slow
 
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
@@ -40,10 +41,13 @@ def on_cpu(mesh: str, roles: tuple[str, ...] = ROLES, model: DecoderConfig = TIN
     placement = place(mesh, roles)
     devices = tuple(ClusterDevice(i, "cpu", 0, "a", 10**10) for i in range(placement.n_devices))
     seen = Visible(devices, "no accelerator: emulating CPU devices", "local", "asked for")
-    return build(Config.parse(keys), roles, placement, model, model, seen)
+    return build(Config.parse(keys), roles, placement, model, model, seen, room=True)
 
 
-@pytest.mark.parametrize("model", [TINY, LARGE], ids=["tiny", "large"])
+WIDE = replace(LARGE, n_layers=2)
+
+
+@pytest.mark.parametrize("model", [TINY, WIDE], ids=["tiny", "large"])
 @pytest.mark.parametrize(("mesh", "roles"), [*((mesh, ROLES) for mesh in MESHES), (TOGETHER, FOUR)])
 def test_a_run_on_a_cpu_prints_ten_lines_with_its_roles_and_verdict(mesh, roles, model):
     plan = on_cpu(mesh, roles, model)
@@ -56,7 +60,6 @@ def test_a_run_on_a_cpu_prints_ten_lines_with_its_roles_and_verdict(mesh, roles,
     assert f"({len(hidden)} more note" in lines[-1] if hidden else "plan.txt" not in lines[-1]
     whole = plan.text()
     assert all(note in whole for note in plan.notes)
-    assert "largest that fits" in whole or not (plan.fits or plan.fits_elsewhere)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -80,7 +83,11 @@ def test_a_narrow_terminal_has_aligned_blocks_with_every_figure_of_the_table(mes
     assert plan.text(TABLE_WIDTH) == plan.text()
 
 
-@pytest.mark.parametrize("name", [*(f"{gpu}x8" for gpu in GPUS), *(f"tpu-{t}:2x4" for t in TPUS)])
+NAMES = [*(f"{gpu}x8" for gpu in GPUS), *(f"tpu-{t}:2x4" for t in TPUS)]
+FEW = ["h100x8", "tpu-v5e:2x4"]
+
+
+@pytest.mark.parametrize("name", and_slow(FEW, [name for name in NAMES if name not in FEW]))
 def test_a_target_decides_by_what_a_run_may_use_of_its_devices(name, monkeypatch):
     """Models of all sizes: a verdict for each, first of it all or last."""
     if name == "tpu-v5p:2x4":
@@ -108,15 +115,19 @@ def test_a_target_decides_by_what_a_run_may_use_of_its_devices(name, monkeypatch
 
 @pytest.mark.parametrize(
     ("target", "memory", "parallel", "axes"),
-    [
-        ("h100x8", 1.0, {}, "fsdp=8"),
-        ("h100x16", 1.0, {}, "data=2 fsdp=8"),
-        ("h100x32", 1.0, {}, "data=4 fsdp=8"),
-        ("h100x16", 0.12, {}, "fsdp=16"),  # a copy in each host does not fit
-        ("h100x16", 1.0, {"fsdp": -1}, "fsdp=16"),
-        ("h100x16", 1.0, {"tensor": 2}, "fsdp=8 tensor=2"),
-        ("tpu-v5e:4x4", 1.0, {}, "fsdp=16"),  # whose links are the same between hosts
-    ],
+    and_slow(
+        [
+            ("h100x16", 1.0, {}, "data=2 fsdp=8"),
+            ("h100x16", 0.12, {}, "fsdp=16"),  # a copy in each host does not fit
+            ("tpu-v5e:4x4", 1.0, {}, "fsdp=16"),  # whose links are the same between hosts
+        ],
+        [
+            ("h100x8", 1.0, {}, "fsdp=8"),
+            ("h100x32", 1.0, {}, "data=4 fsdp=8"),
+            ("h100x16", 1.0, {"fsdp": -1}, "fsdp=16"),
+            ("h100x16", 1.0, {"tensor": 2}, "fsdp=8 tensor=2"),
+        ],
+    ),
 )
 def test_each_host_has_a_copy_of_the_weights_where_it_fits(
     target, memory, parallel, axes, monkeypatch
@@ -137,13 +148,14 @@ def test_each_host_has_a_copy_of_the_weights_where_it_fits(
 
 @pytest.mark.parametrize(
     ("target", "distill", "room", "chunk"),
-    [
-        ("h100x8", {}, 1.0, 2048),
-        ("h100x8", {}, 0.5, 1024),
-        ("h100x8", {}, 0.0, 512),
-        ("h100x8", {"chunk_tokens": 256}, 1.0, 256),
-        ("tpu-v5e:4x4", {}, 1.0, 512),
-    ],
+    and_slow(
+        [
+            ("h100x8", {}, 0.5, 1024),
+            ("h100x8", {"chunk_tokens": 256}, 1.0, 256),
+            ("tpu-v5e:4x4", {}, 1.0, 512),
+        ],
+        [("h100x8", {}, 1.0, 2048), ("h100x8", {}, 0.0, 512)],
+    ),
 )
 def test_gpus_read_the_head_less_often_where_a_larger_chunk_fits(
     target, distill, room, chunk, monkeypatch
@@ -163,6 +175,7 @@ def test_gpus_read_the_head_less_often_where_a_larger_chunk_fits(
             ("actor", "rollout"),
             lambda needed: Visible(machine.devices, None),
             limit / GB,
+            room=True,
         )
 
     peaks = [planned({"chunk_tokens": n}, 10**12).pools[0].bytes for n in (512, 2048)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -24,21 +24,30 @@ from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import CPU
-from jaxrl.plan.accounts import role_accounts
-from jaxrl.plan.array_bytes import Pass
 from jaxrl.plan.declarations import RunPrograms
-from jaxrl.plan.plan_inputs import PlanInputs, Setting
+from jaxrl.plan.peaks import planned_bytes, role_accounts
+from jaxrl.plan.plan_inputs import Account, PlanInputs, Setting
 from jaxrl.process import compile_cache
 from jaxrl.roles.declared import local_bytes
 from jaxrl.roles.update import BASE as FROZEN
-from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.placement import place
 
 ROLES = ("actor", "rollout", "teacher")
-LEAST, MOST = 0.7, 1.55
-"""The plan in parts of what XLA takes on a CPU. The estimate is made for accelerators, whose
-programs `tests/aot` holds between 0.97 and 1.25, and errs on the safe side; a CPU fuses less and
-packs its arrays otherwise, in models as small as these by as much as this."""
+LEAST, MOST = 0.97, 1.55
+"""The plan, with its margin for CPUs, in parts of what XLA takes on a CPU. The walk follows the
+compilers of accelerators, to which `tests/aot` holds it more closely, and errs on the safe side; a
+CPU fuses less and packs its arrays otherwise, in models as small as these by as much as this."""
+MOST_OF_TENSOR = 1.88
+"""The same where `tensor` divides weights: 1.71 without the margin."""
+# Known gaps of the walk on CPUs, each with the least that was measured:
+LEAST_OF_SCORES = 0.93
+"""Passes without gradients: XLA on a CPU holds three arrays of attention scores at once, of which
+the walk counts two. Where they are most of the bytes, `test_frozen_memory.py` has more."""
+LEAST_OF_UPCAST = {"states": 0.95, "experts": LEAST}
+"""Updates in bfloat16 of models with recurrent states or experts: without the margin 0.87, 0.89."""
+LEAST_OF_UPDATES = {"one end of the JSD": 0.83, "a large chunk": 0.88, "bfloat16 moments": 0.83}
+"""Words of a setting -> that of updates whose bytes are mostly arrays [chunk, V] of the loss, and
+of those of few tokens with moments in bfloat16."""
 LOCAL = (*[LayerKind(window=50, rope_theta=1e4)] * 3, LayerKind())
 MIXED = (LayerKind(window=50), *[LayerKind()] * 2, LayerKind(rotates=False))
 BOTH = (LayerKind(window=50), LayerKind())
@@ -146,15 +155,18 @@ class Programs:
         roles = tuple(r for r in ROLES if r != "teacher" or config.learns_from_teacher)
         taught = teacher if "teacher" in roles else None
         inputs = PlanInputs(placement, roles, student, taught, CPU, limits=limits)
-        self.config, self.accounts = config, role_accounts(inputs, config)
-        found = RunPrograms(Setting(config, inputs), jax.devices())
+        self.setting = Setting(config, inputs)
+        found = RunPrograms(self.setting, jax.devices())
         self.found = {(program.role, program.name): program for program in found}
+
+    @cached_property
+    def accounts(self) -> dict[str, Account]:
+        return role_accounts(self.setting)
 
     def ratio(self, role: str, name: str) -> float:
         """Planned bytes in parts of the compiler's."""
-        program, account = self.found[role, name], self.accounts[role]
-        planned = account.planned(program)
-        return planned / program.held(program.compile(OPTIONS))
+        program = self.found[role, name]
+        return planned_bytes(program, CPU) / program.held(program.compile(OPTIONS))
 
 
 @cache
@@ -171,6 +183,11 @@ MAIN = {"update": "actor", "score": "teacher", "prefill": "rollout", "decode": "
 """Programs of every run -> their roles. Each is a case of its own: it is compiled for its bytes
 alone, and takes seconds."""
 OF_THE_POLICY = tuple(name for name, role in MAIN.items() if role != "teacher")
+
+
+def check(ratio: float, place_name: str = "one", least: float = LEAST, most: float = MOST) -> None:
+    print(f"planned / measured: {ratio:.3f}")
+    assert least <= ratio <= (max(most, MOST_OF_TENSOR) if place_name == "tensor" else most)
 
 
 def by_default(cases: Sequence[tuple[Any, ...]], *some: tuple[Any, ...]) -> list[Any]:
@@ -196,8 +213,7 @@ def test_the_peak_of_each_role_is_what_the_compiler_says(
     shape_name: str, place_name: str, name: str
 ) -> None:
     ratio = programs_of(shape_name, place_name).ratio(MAIN[name], name)
-    print(f"planned / measured: {ratio:.3f}")
-    assert LEAST <= ratio <= MOST
+    check(ratio, place_name, LEAST_OF_SCORES if name == "score" else LEAST)
 
 
 def test_a_teachers_soft_cap_is_given_to_the_update() -> None:
@@ -205,27 +221,27 @@ def test_a_teachers_soft_cap_is_given_to_the_update() -> None:
     assert frozen["teacher_softcap"].shape == ()
 
 
-UPCAST, DEQUANTISED = (1.6, MOST) if version("jaxlib").startswith("0.10.") else (3.4, 1.9)
+UPCAST, DEQUANTISED = (1.6, MOST) if version("jaxlib").startswith("0.10.") else (1.7, 1.9)
 """The same at most of bfloat16, and of weights in 4 or 8 bits: how much of them XLA holds in
 float32 at once is its own affair. From jax 0.12 on it holds little."""
 
 
-UPCAST_CASES = [("deep", "one"), *(("gqa", p) for p in ("one", "tensor", "fsdp"))]
+UPCAST_CASES = [
+    *(("deep", "one", name) for name in OF_THE_POLICY),
+    *(("gqa", p, name) for p in ("one", "tensor", "fsdp") for name in OF_THE_POLICY),
+    *((shape, "one", "update") for shape in LEAST_OF_UPCAST),
+]
 
 
 @pytest.mark.parametrize(
     ("shape_name", "place_name", "name"),
-    by_default(
-        [(*case, name) for case in UPCAST_CASES for name in OF_THE_POLICY],
-        *(("deep", "one", name) for name in ("prefill", "decode")),
-    ),
+    by_default(UPCAST_CASES, *(("deep", "one", name) for name in ("prefill", "decode"))),
 )
 def test_bfloat16_on_a_cpu_counts_the_copies_in_float32(
     shape_name: str, place_name: str, name: str
 ) -> None:
     ratio = programs_of(shape_name, place_name, "bfloat16").ratio(MAIN[name], name)
-    print(f"planned / measured: {ratio:.3f}")
-    assert LEAST <= ratio <= UPCAST
+    check(ratio, place_name, LEAST_OF_UPCAST.get(shape_name, LEAST), UPCAST)
 
 
 FEW = {"max_prompt_tokens": 4, "max_new_tokens": 8, "batch_size": 4, "group_size": 1}
@@ -275,8 +291,8 @@ def test_the_update_in_other_settings(changed: str, shape_name: str, place_name:
     """Those of muon with moments in bfloat16, of sampled tokens and few of them, are in the default
     suite with a moving average, below."""
     ratio = programs_of(shape_name, place_name, **UPDATES[changed]).ratio("actor", "update")
-    print(f"planned / measured: {ratio:.3f}")
-    assert (0.66 if "adafactor" in changed else LEAST) <= ratio <= MOST
+    least = (size for words, size in LEAST_OF_UPDATES.items() if words in changed)
+    check(ratio, place_name, next(least, LEAST))
 
 
 ADAPTERS = {"student.lora": {"rank": 8}}
@@ -293,8 +309,7 @@ def test_adapters_and_the_weights_under_them(
     """The default suite has adapters over quantised weights, below."""
     programs = programs_of(shape_name, place_name, **ADAPTERS, **{"rollout.merge": merge})
     ratio = programs.ratio(MAIN[name], name)
-    print(f"planned / measured: {ratio:.3f}")
-    assert LEAST <= ratio <= MOST
+    check(ratio, place_name)
 
 
 QUANTISED = [*((k, s) for k in ("int8", "nf4") for s in ("gqa", "tied")), ("nf4", "experts")]
@@ -310,8 +325,7 @@ QUANTISED = [*((k, s) for k in ("int8", "nf4") for s in ("gqa", "tied")), ("nf4"
 def test_quantised_weights_under_adapters(kind: str, shape_name: str, name: str) -> None:
     programs = programs_of(shape_name, "one", **ADAPTERS, **{"student.base_dtype": kind})
     ratio = programs.ratio(MAIN[name], name)
-    print(f"planned / measured: {ratio:.3f}")
-    assert LEAST <= ratio <= DEQUANTISED
+    check(ratio, most=DEQUANTISED)
     kept = {entry.name: entry.bytes for entry in programs.accounts["actor"].kept}
     held = programs.found["actor", "update"].args[1][FROZEN]
     assert kept["frozen base weights"] == local_bytes(held)
@@ -349,6 +363,8 @@ SCORES: dict[str, dict[str, Any]] = {
 
 
 TOP_K = "top-k of the policy"
+MOST_OF_TOP_K = 1.75
+"""1.56 without the margin."""
 SCORE_CASES = [
     (changed, shape_name, place_name, name)
     for changed in SCORES
@@ -369,29 +385,5 @@ def test_the_scores_in_other_settings(
 ) -> None:
     programs = programs_of(shape_name, place_name, **SCORES[changed])
     ratio = programs.ratio("rollout" if name == TOP_K else "teacher", name)
-    print(f"planned / measured: {ratio:.3f}")
-    assert LEAST <= ratio <= MOST
-
-
-@pytest.mark.parametrize(
-    ("kinds", "wide"),
-    [
-        ((LayerKind(),), False),
-        ((WINDOW,), True),
-        (BOTH * 2, True),
-        ((LayerKind(recurs=True),), False),
-    ],
-    ids=["none", "all", "some", "states"],
-)
-def test_shared_prompts_need_whole_rows_wherever_a_layer_has_a_window(
-    kinds: tuple[LayerKind, ...], wide: bool
-) -> None:
-    """All layers with a window, too (Mistral's first models)."""
-    delta = DELTA if kinds[0].recurs else None
-    model = replace(SHAPES["gqa"][0], kinds=kinds, delta=delta)
-    shared = Pass(model, Axes(), 8, 192, "bfloat16", True, shared=(4, 64))
-    assert shared.whole_rows is wide
-    assert not replace(shared, shared=None).whole_rows
-    if wide:
-        plain = replace(shared, config=replace(model, kinds=(LayerKind(),)))
-        assert shared.backward() > plain.backward()
+    least, most = (LEAST, MOST_OF_TOP_K) if name == TOP_K else (LEAST_OF_SCORES, MOST)
+    check(ratio, place_name, least, most)

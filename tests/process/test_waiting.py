@@ -40,7 +40,7 @@ def test_lines_come_at_5_10_20_and_40_seconds_and_at_the_end() -> None:
         f"waiting for the teacher at X: {s} s of at most 600 s (Connection refused)"
         for s in (10, 20, 40)
     ]
-    waits.end("the teacher at X", wait)
+    waits.end(wait)
     assert told[-1] == "the teacher at X: waited for 75 s, and it is over"
     assert run(told, clock, waits, 60) == [] and not waits.going_on()
 
@@ -51,7 +51,7 @@ def test_short_waits_are_not_said_however_many() -> None:
     for _ in range(20):
         wait = waits.begin("a reward")
         run(told, clock, waits, 4.5)
-        waits.end("a reward", wait)
+        waits.end(wait)
     assert told == []
 
 
@@ -61,11 +61,11 @@ def test_many_that_wait_for_the_same_say_it_once() -> None:
     several = [waits.begin("the teacher") for _ in range(64)]
     assert len(run(told, clock, waits, 12)) == 2
     for wait in several:
-        waits.end("the teacher", wait)
+        waits.end(wait)
     assert len(told) == 3  # over, once
     again = waits.begin("the teacher")  # later waits are said anew
     assert len(run(told, clock, waits, 6)) == 1
-    waits.end("the teacher", again)
+    waits.end(again)
     assert len(told) == 5
 
 
@@ -80,7 +80,7 @@ def test_the_waits_of_another_process_are_said_here() -> None:
     wait.why = "refused"
     waits.mirror("teacher", there.going_on())
     assert run(told, clock, waits, 2) == ["waiting for the teacher: 5 s of at most 60 s (refused)"]
-    there.end("the teacher", wait)
+    there.end(wait)
     waits.mirror("teacher", there.going_on())
     assert told[-1] == "the teacher: waited for 5 s, and it is over"
 
@@ -97,3 +97,20 @@ def test_a_block_is_said_where_the_program_asks_for(monkeypatch: pytest.MonkeyPa
             said.wait(0.02)
     assert told[0].startswith("waiting for Ray: ") and "is over" in told[-1]
     assert waits.say is not told.append
+
+
+def test_a_long_reading_says_how_many_rows_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, clock = list[str](), Clock()
+    counted = Waits(told.append, clock)
+    monkeypatch.setattr(module, "waits", counted)
+    rows = []
+    for row in module.count_rows(range(2500), "big.jsonl"):
+        rows.append(row)
+        clock.now += 0.005
+        counted.look()
+    assert rows == list(range(2500))
+    assert told == [
+        "waiting for the rows of big.jsonl to be read: 5 s (1,000 so far)",
+        "waiting for the rows of big.jsonl to be read: 10 s (2,000 so far)",
+        "the rows of big.jsonl to be read: waited for 12 s, and it is over",
+    ]

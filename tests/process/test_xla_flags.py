@@ -117,8 +117,8 @@ def test_the_plan_of_a_run_on_gpus_has_the_notes(platform, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0")
     make = attempt.make_plan
 
-    def planned(*given):
-        plan = make(*given)
+    def planned(*given, **options):
+        plan = make(*given, **options)
         inputs = replace(plan.setting.inputs, target=Target(platform))
         return replace(plan, setting=Setting(plan.setting.config, inputs))
 

@@ -26,7 +26,7 @@ import numpy as np
 import sentencepiece
 import torch
 from safetensors.numpy import save_file
-from tiny import BASE, CASES, PACKED, ROPES, Case, batch, packed_tensors, random_tensors
+from tiny import BASE, CASES, OWN_CASES, PACKED, ROPES, Case, batch, packed_tensors, random_tensors
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -302,8 +302,9 @@ def sentencepiece_model() -> dict[str, Any]:
 
 
 def main() -> None:
-    for name in sys.argv[1:] or CASES:
-        config, arrays = tiny_case(CASES[name])
+    cases = CASES | OWN_CASES
+    for name in sys.argv[1:] or cases:
+        config, arrays = tiny_case(cases[name])
         np.savez_compressed(HERE / "decoders" / f"{name}.npz", **arrays)
         (HERE / "decoders" / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n")
     if len(sys.argv) > 1:

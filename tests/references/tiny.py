@@ -140,6 +140,21 @@ class Case(NamedTuple):
     """Mean of the scales of its norms."""
 
 
+OWN_CASES = {
+    "granite": Case(
+        32,
+        "granite",
+        {
+            "head_dim": 8,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+"""Of families that jaxrl has not, and a user's file may have."""
 CASES = {
     "llama": Case(0, "llama", {"tie_word_embeddings": False}),
     "llama3_rope": Case(

@@ -250,7 +250,8 @@ def test_the_summary(run: Path) -> None:
     text = page([bare])
     assert "<code>resumed" not in text and 'class="alarm"' not in text  # how long is not known
     assert sample_columns(files) == [
-        "step", "prompt", "completion", "answer", "score", "reward", "agreement", "tokens",
+        *("step", "prompt", "completion", "answer"),
+        *("score", "reward", "advantage", "agreement", "tokens"),
     ]  # fmt: skip
 
 

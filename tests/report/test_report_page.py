@@ -190,9 +190,9 @@ def test_samples_are_filtered_sorted_and_harmless(page: Browser) -> None:
     assert len(page.texts(rows)) == 2 * STEPS
     page.type("[name=sample-step]", "step 7")
     shown = page.texts(f"{rows} td.completion")
-    assert shown == ["completion 7", made_run.HARMFUL]
+    assert shown == ["completion 7", f"{made_run.HARMFUL}\nnot learned"]
     assert page.texts(f"{rows} td.prompt") == [f"prompt 7.{n} <b>&amp;" for n in range(2)]
-    assert page.texts(f"{rows} td:nth-child(7)") == ["0.75", "0.57"]
+    assert page.texts(f"{rows} td:nth-child(8)") == ["0.75", "0.57"]
     assert page.texts(f"{rows} td.muted") == ["0.57"]  # that of the step
     assert page.run("return window.harmed") is None
     page.type("[name=sample-step]", "\ue011")  # the key Home: the first option, all
@@ -202,6 +202,31 @@ def test_samples_are_filtered_sorted_and_harmless(page: Browser) -> None:
     page.click('th[data-column="reward"] button')
     assert page.texts(f"{rows} td.completion")[0] == "completion 1"
     assert page.text("#samples-view .count").startswith("11 of 11")  # 1, and 10 to 19
+
+
+def test_samples_show_what_was_learned(page: Browser) -> None:
+    """A bar, which needs no colour, beside it; who speaks; each reward, and the advantage."""
+    page.type("[name=sample-step]", f"step {made_run.TOLD}")
+    row, other = "#samples-view tbody tr:first-child", "#samples-view tbody tr:last-child"
+    roles, said = page.texts(f"{row} .turn b"), page.texts(f"{row} .turn .said")
+    assert roles == ["assistant", "tool", "assistant"]
+    assert said == [turn["content"] for turn in made_run.TURNS]
+    assert page.texts(f"{row} .turn small") == ["advantage -0.5", "", "reward 1"]
+    bars = (
+        "return [...document.querySelectorAll(arguments[0])].map("
+        "(e) => parseFloat(getComputedStyle(e).borderLeftWidth))"
+    )
+    assert page.run(bars, f"{row} .turn") == [3, 0, 3]
+    assert page.run(bars, f"{other} td.completion div") == [0]
+    step = made_run.TOLD
+    each = [f"exact {step}", "a_reward_of_a_long_name 0"]
+    assert page.texts(f"{row} td:nth-child(6) small") == each
+    assert page.texts("#samples-view td:nth-child(7)") == ["0.5", "-0.5"]
+    page.type("[name=sample-text]", "SUNNY")  # turns are searched, too
+    assert page.text("#samples-view .count").startswith("1 of 1")
+    page.type("[name=sample-text]", "\ue003" * 5 + f"completion {step}")
+    assert page.run(bars, f"{row} .turn") == [3, 0, 3]
+    page.type("[name=sample-step]", "\ue011")
 
 
 def test_the_plan_and_the_measured_peak_are_bars_of_one_scale(page: Browser) -> None:
@@ -239,9 +264,7 @@ def test_the_headline_is_what_the_run_reached(page: Browser) -> None:
     assert page.text("header code") == "jaxrl train"
     rule = "return getComputedStyle(document.querySelector('#summary h2')).borderTopWidth"
     assert page.run(rule) == "0px"  # the navigation above has one
-    assert "saved for the backward pass" in page.texts(
-        ".bar i span"
-    )  # parts of the plan have names where they fit
+    assert "what the program makes" in page.texts(".bar i span")  # parts of the plan are named
     titles = (
         "return [...document.querySelectorAll('.group[open] svg.plot')].map((s) => s.textContent)"
     )

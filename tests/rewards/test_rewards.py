@@ -103,9 +103,32 @@ def test_the_sum_and_what_is_told_by_hand(functions: RewardFunctions) -> None:
         **{f"reward/{name}/timeouts": 0 for name in functions.names},
         **{f"reward/{name}/failures": float(name == "trouble") for name in functions.names},
         **{f"reward/{name}/unjudged": 2.0 * (name == "parts") for name in functions.names},
+        **{f"reward/{name}/missing": 0 for name in ("number", "length")},
+        **{"reward/parts/missing": 0.5, "reward/trouble/missing": 0.25},
     }
-    (note,) = report.notes
-    assert "trouble failed on 1 of 4" in note and "KeyError" in note
+    none, failed = report.notes
+    assert "parts returned None for 2 of 4 completions (50%): the sum of their other" in none
+    assert "trouble failed on 1 of 4" in failed and "KeyError" in failed
+    (again,) = scored(functions, batch).notes  # the console has said it
+    assert "trouble failed" in again
+
+
+def test_none_of_one_function_leaves_the_others_or_drops_the_completion() -> None:
+    """`parts` judges one completion of group 0 and none of group 1; of group 2 nothing judges
+    the second."""
+    judged: list[list[str] | None] = [["5"], None, None, None, ["x"], None]
+    batch = rollout(*[(row // 2, "5", 1, {"parts": each}) for row, each in enumerate(judged)])
+    blind = replace(batch.prompts[5], answer=None)
+    batch = replace(batch, prompts=(*batch.prompts[:5], blind))
+    for missing, expected in (("ignore", [2, 1, 1, 1, 1]), ("drop", [2, NAN, 1, 1, 1])):
+        made = config(functions=("number", f"{HERE}:parts"), missing=missing)
+        with closing(RewardFunctions(made, max_new_tokens=8, startup=60)) as functions:
+            report = scored(functions, batch)
+        np.testing.assert_array_equal(report.rewards, [*expected, NAN, NAN])
+        assert report.metrics["reward/none"] == 1 + (missing == "drop")
+        many, _, lost = report.notes
+        assert "number returned None for 1 of 6" in many and f"reward.missing={missing}" in many
+        assert f"{1 + (missing == 'drop')} of 6 completions have no reward" in lost
 
 
 def test_what_fails_is_not_zero() -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.models.packing import LEAST, RowDevices, held_tokens, room_of
+from jaxrl.models.packing import LEAST, RowDevices, capacity_of, count_tokens
 from jaxrl.roles.microbatch import (
     ROOMS,
     cut_minibatches,
@@ -154,7 +154,7 @@ def test_a_micro_batch_has_its_rows_bit_for_bit_in_any_order_on_any_mesh(axes):
     split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
     take = jax.jit(lambda batch, rows: micro_batch(batch, rows, mesh, 3, (8, 4)))
     micro = take(jax.device_put(batch, split), rows)
-    assert micro.sequences.group == 3 and micro.sequences.room == (8, 4)
+    assert micro.sequences.group == 3 and micro.sequences.capacity == (8, 4)
     for x, whole in zip(jax.tree.leaves(micro), jax.tree.leaves(batch), strict=True):
         assert x.sharding.is_equivalent_to(split, x.ndim) and x.dtype == whole.dtype
         assert np.asarray(x)[rows >= 0].tobytes() == whole[rows[rows >= 0]].tobytes()
@@ -179,8 +179,8 @@ def test_the_room_of_micro_batches_holds_what_each_device_has_and_little_more(gr
         )
         for rows in index.reshape(4, 6).tolist()
     ]
-    all_tokens, scored = held_tokens(given, devices, index)
+    all_tokens, scored = count_tokens(given, devices, index)
     assert all_tokens.ravel().tolist() == held
-    for size, tokens in zip(room_of(given, devices, index), (all_tokens, scored), strict=True):
+    for size, tokens in zip(capacity_of(given, devices, index), (all_tokens, scored), strict=True):
         assert size % 4 == 0 and tokens.max() <= size <= max(1.25 * tokens.max() + 4, LEAST)
-    assert room_of(given, devices)[0] <= 12 // group * 20 + 12 * 32  # never above the padded rows
+    assert capacity_of(given, devices)[0] <= 12 // group * 20 + 12 * 32

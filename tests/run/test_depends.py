@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.fingerprint import WHOLE_BYTES, changes, digest_file, digest_model
+from jaxrl.checkpoint.fingerprint import (
+    WHOLE_BYTES,
+    change_of,
+    changes,
+    digest_file,
+    digest_model,
+)
 from jaxrl.checkpoint.store import Manifest
 from jaxrl.checkpoint.writer import versions
 from jaxrl.config.schema import Config
@@ -103,9 +110,11 @@ def test_what_has_changed_is_refused_by_name_and_versions_are_reported(run: Path
     with pytest.raises(UserError, match="resume_changed=true") as error:
         find_run(run, config, other)
     assert "what data.train and teacher.model=t names has changed since step 3" in str(error.value)
-    allowed = Config.load(None, [f"run_dir={run}", "resume_changed=true"])
-    notes = find_run(run, allowed, other).notes
-    assert "changed since: what teacher.model=t names" in notes
+    (alone,) = re.findall(r"resume_changed=true \(or (\[.*\]) alone\)", str(error.value))
+    for allows in ("true", alone):
+        allowed = Config.load(None, [f"run_dir={run}", f"resume_changed={allows}"])
+        notes = find_run(run, allowed, other).notes
+        assert "changed since: what teacher.model=t names" in notes
 
 
 def test_a_checkpoint_of_an_older_jaxrl_is_resumed(run: Path) -> None:
@@ -138,7 +147,9 @@ def test_batches_made_ahead_are_kept_only_where_what_made_them_is_the_same(
     notes: list[str] = []
     run = SimpleNamespace(
         folder=SimpleNamespace(
-            checkpoint=store.Checkpoint(tmp_path, manifest), step=3, depends=now
+            checkpoint=store.Checkpoint(tmp_path, manifest),
+            step=3,
+            changed=[change_of(name) for name in changes(manifest.digests, now)],
         ),
         job=SimpleNamespace(
             config=Config.load("builtin:quickstart", ["steps=9"]),
@@ -187,5 +198,22 @@ def test_only_what_is_listed_may_change(run: Path) -> None:
         assert ("data.train" in str(error.value)) != ("data.train" in listed)
     config = Config.load(None, [f"run_dir={run}", "resume_changed=[data.train,teacher.model]"])
     found = find_run(run, config, other)
-    assert found.changed == ("data.train", "teacher.model=t")
-    assert json.loads(found.sessions_with("m").splitlines()[-1])["changed"] == [*found.changed]
+    asked = [change for change in found.changed if change.asked]
+    assert [change.what for change in asked] == ["data.train", "teacher.model=t"]
+    noted = json.loads(found.sessions_with("m").splitlines()[-1])["changed"]
+    assert noted[:2] == ["what data.train names", "what teacher.model=t names"]
+    assert noted[2].startswith("jax 0.1 there") and len(noted) == 3
+
+
+def test_what_a_changed_key_decides_too_is_not_compared(run: Path) -> None:
+    manifest = store.newest(run, print)
+    assert manifest is not None
+    depends = {"data.train": "g", "teacher.model=t": "1"}
+    words = [f"run_dir={run}", "max_new_tokens=64", "resume_changed=[max_new_tokens]"]
+    found = find_run(run, Config.load(None, words), depends)
+    note = "what data.train names is not compared: max_new_tokens is another too"
+    assert note in found.notes
+    (change,) = (change for change in found.changed if change.asked)
+    assert change.what == "max_new_tokens" and change.remakes
+    with pytest.raises(UserError, match="what data.train names has changed"):
+        find_run(run, Config.load(None, [*words[:1], words[2]]), depends)

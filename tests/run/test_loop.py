@@ -14,11 +14,12 @@ from jaxrl.algorithms.protocols import Sources
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
+from jaxrl.errors import Stopped, StopTraining
 from jaxrl.run.attempt import _summary
 from jaxrl.run.loop import Calls, Loop
 from jaxrl.run.reporting import Run
 from jaxrl.run.run_dir import RunDir
-from jaxrl.runtime.worker import LocalWorker, Stopped, done_future
+from jaxrl.runtime.worker import LocalWorkerGroup, done_future
 from jaxrl.types import Completion, Prompt
 
 
@@ -114,17 +115,32 @@ class Follower(Recorder):
         return ""
 
 
-def run(*overrides, held_out=("q",), checkpoints=None, stop=None, recorder=Recorder):
-    """`stop`: where the run is asked to end, a `Stop`."""
+def run(
+    *overrides,
+    held_out=("q",),
+    checkpoints=None,
+    stop=None,
+    recorder=Recorder,
+    shared=False,
+):
+    """`stop`: where the run is asked to end, a `Stop`; `shared`: all roles are on one worker."""
     config = Config.load(None, ["steps=5", "eval.every=2", *overrides]).with_dtypes("cpu")
-    log, rows, workers = [], Rows(), []
-    for name in needed_roles(config):
-        workers.append(LocalWorker(name))
-        role = recorder(name, log) if stop is None else Stopping(name, log, stop)
-        workers[-1].start_role(name, lambda role=role: role, deadline=5).result()
-    handles = {worker.name: worker.handle(worker.name) for worker in workers}
+    log, rows, group = [], Rows(), LocalWorkerGroup(5)
+    names = needed_roles(config)
+    for pool in [names] if shared else [[name] for name in names]:
+        made = [recorder(n, log) if stop is None else Stopping(n, log, stop) for n in pool]
+        makers = {role.name: lambda role=role: role for role in made}
+        for started in group.start("+".join(pool), (), makers, 5).values():
+            started.result()
+    handles = {name: group.handle(name) for name in names}
     checkpoints = checkpoints or Saves(every=10**9)
-    calls = Calls(config, handles, stop.asked.is_set if stop else lambda: False)
+
+    def asked():
+        if asks := stop.asked.is_set() if stop else group.stop_asked is not None:
+            group.settle()
+        return asks
+
+    calls = Calls(config, handles, asked)
     sources = Sources(
         config,
         lambda i: [f"p{i}"],
@@ -139,7 +155,7 @@ def run(*overrides, held_out=("q",), checkpoints=None, stop=None, recorder=Recor
     if stop is not None:
         assert trained == stop.trained
         stop.over.set()
-    for worker in workers:
+    for worker in group.workers:
         assert worker.stop(5)
     return log, rows.rows
 
@@ -307,6 +323,82 @@ def test_asked_to_end_a_run_saves_right_after_the_update_that_runs(schedule):
     ]
 
 
+class Raising(Recorder):
+    """Its method `raises` asks the run to end, on one batch."""
+
+    raises = None
+
+    def __init__(self, name, log):
+        super().__init__(name, log)
+        self.made = 0
+
+    def _raise(self, method, index):
+        if (f"{self.name}.{method}", index) == Raising.raises:
+            raise StopTraining("enough")
+
+    def generate(self, prompts, step, attempt=0):
+        self._raise("generate", step)
+        return super().generate(prompts, step, attempt)
+
+    def score(self, rollout, part=0, parts=1):
+        self._raise("score", rollout)
+        return super().score(rollout, part, parts)
+
+    def sample(self, prompts):
+        self._raise("sample", self.version)
+        return super().sample(prompts)
+
+    def update(self, rollout, scores, step):
+        self.made += 1
+        return super().update(rollout, scores, step)
+
+    def publish(self, version):
+        assert version == self.made, "as the actor"
+        return super().publish(version)
+
+    def save(self, folder, step):
+        assert step == self.made, "as the actor"
+        return super().save(folder, step)
+
+
+class AsWritten(Saves):
+    """Keeps of the batches in flight what `CheckpointWriter` does."""
+
+    def begin(self, step, saved, rollouts, schedule):
+        kept = {}
+        with suppress(Stopped):
+            for index, rollout in rollouts.items():
+                kept[index] = done_future(rollout.result())
+        super().begin(step, saved, kept, schedule)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("role", "index"), [("teacher.score", 3), ("rollout.generate", 3), ("rollout.sample", 2)]
+)
+def test_code_of_the_user_s_ends_a_run_before_its_batch_is_trained_on(
+    schedule, role, index, shared, monkeypatch
+):
+    """And before nothing else: what was in flight is kept, and the rows of what is trained are
+    written. On a worker for each role, and on one for all."""
+    monkeypatch.setattr(Raising, "raises", (role, index))
+    saves, staleness = AsWritten(every=9), SCHEDULES[schedule]
+    log, rows = run(f"schedule={schedule}", checkpoints=saves, recorder=Raising, shared=shared)
+    updates = [entry[1] for entry in log if entry[0] == "update"]
+    (step, saved, in_flight, _) = saves.begun[-1]
+    assert updates == list(range(step)) and [row for row, _ in rows] == list(range(step + 1))
+    if role == "teacher.score":
+        assert step == index or (shared and step == index - max(0, staleness - 1))
+        assert list(in_flight) == list(range(step, min(5, step + staleness)))
+    elif role == "rollout.generate":  # with the weights after `index` - staleness batches
+        assert index - staleness <= step <= index
+        assert list(in_flight) == list(range(step, index))
+    else:
+        assert index <= step <= index + staleness and "eval.rollout" not in rows[index][1]
+    assert saved is None
+
+
 @pytest.mark.parametrize("every", [1, 3, 9])
 def test_a_generation_that_the_checkpoint_does_not_hold_is_not_waited_for(every):
     """Whether the checkpoint at the end was due anyway or is made for it, there is one."""
@@ -353,7 +445,8 @@ def test_notes_on_a_batch_are_told_also_without_an_environment():
     widths = {"pad_id": 0, "max_prompt_tokens": 8, "max_new_tokens": 8}
     rollout = make_rollout([Prompt(0, (1,), "")], [[sample]], policy_version=-1, **widths)
     timed = SimpleNamespace(times=SimpleNamespace(seconds=1.0))
-    job = SimpleNamespace(config=Config.load("builtin:quickstart"))
+    train = SimpleNamespace(source_name=lambda position: "")
+    job = SimpleNamespace(config=Config.load("builtin:quickstart"), train=train)
     reporter = SimpleNamespace(job=job, scorers={}, notify=told.append)
     futures = {"rollout": timed, "update": timed}
     Run._batch(reporter, replace(rollout, notes=("a note",)), False, futures)

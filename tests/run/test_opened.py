@@ -174,7 +174,7 @@ def test_weights_that_a_worker_reads_again_are_those_of_its_run(
     """Any byte of what was read, however it is sliced; a resumed run too, unless that may have
     others."""
     monkeypatch.setattr(opened, "PIECE_BYTES", 64)
-    monkeypatch.setattr(launch, "check_inputs", lambda *_: None)
+    monkeypatch.setattr(launch.job, "check_inputs", lambda *_: None)
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "linked").symlink_to(folder)

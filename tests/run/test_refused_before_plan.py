@@ -150,7 +150,7 @@ def test_a_model_without_weights_hides_no_mistake_in_the_users_code(
     prompts are not tokenized."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    raw = NAMED["Qwen/Qwen2.5-7B-Instruct"]
+    raw = NAMED["Qwen/Qwen2.5-7B-Instruct"] | {"num_hidden_layers": 2}
     (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     (tmp_path / "mine.py").write_text(

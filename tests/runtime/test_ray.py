@@ -375,6 +375,20 @@ def test_a_call_beside_the_queue_fails_for_who_asked(start):
 
 
 @pytest.mark.slow
+def test_an_error_that_is_the_caller_s_own_ends_nothing(start):
+    """Nor does that of a call that needed the value, and is its caller's own too."""
+    worker_group = start("actor=1,rollout=1")
+    actor, rollout = worker_group.handle("actor"), worker_group.handle("rollout")
+    failed = actor.call("later", 1.0, "own", deadline=SHORT, own_error=True)
+    needs = rollout.call("load", failed, deadline=SHORT, own_error=True)
+    for future in (failed, needs):
+        with pytest.raises(WorkerError, match="ZeroDivisionError: own"):
+            future.result()
+        future.check()
+    assert rollout.call("generate", 1, deadline=SHORT).result()["index"] == 1
+
+
+@pytest.mark.slow
 def test_a_value_that_nobody_makes_anew_is_told_as_lost(start):
     worker_group = start("actor=1,rollout=1")
     sent = worker_group.handle("actor").call("publish", version=0, deadline=SHORT)
@@ -525,8 +539,8 @@ def test_whatever_is_stopped_a_process_ends_with_its_code(cases):
 
 def test_once_a_daemon_is_gone_processes_are_ended_without_ray(monkeypatch):
     """Ray asks its GCS to kill an actor, waits a minute for it, and then ends this process."""
-    monkeypatch.setattr(group_module, "started_here", lambda: True)
-    monkeypatch.setattr(group_module, "usable", lambda: False)
+    monkeypatch.setattr(group_module.local_cluster, "started_here", lambda: True)
+    monkeypatch.setattr(group_module.local_cluster, "usable", lambda: False)
     monkeypatch.setattr(ray, "kill", lambda *_, **__: pytest.fail("Ray was asked"))
     with subprocess.Popen(["ray::jaxrl:rollout", "60"], executable="sleep") as process:
         title = Path(f"/proc/{process.pid}/cmdline")
@@ -551,7 +565,7 @@ def test_the_end_of_a_run_is_known_though_ray_keeps_a_thread_with_the_lock(monke
     thread = threading.Thread(target=stuck)
     thread.start()
     assert held.wait(10)
-    future = RayFuture("rollout", "generate", (), {}, 60.0, False, sender, None, 1)
+    future = RayFuture("rollout", "generate", (), {}, 60.0, False, False, sender, None, 1)
     sender.calls[future.number] = future
     sender.fail(RunLost("the GCS has ended"))
     with pytest.raises(RunLost, match="the GCS has ended"):
@@ -574,7 +588,7 @@ def test_a_call_is_sent_once_its_inputs_are_there():
 
     def call(pool, *args, keeps=False):
         future = RayFuture(
-            pool.name, "m", args, {}, 60, False, sender, pool, len(sender.calls), keeps
+            pool.name, "m", args, {}, 60, False, False, sender, pool, len(sender.calls), keeps
         )
         sender.calls[future.number] = future
         return future
@@ -595,7 +609,7 @@ def test_a_call_is_sent_once_its_inputs_are_there():
 
 def test_a_tpu_host_gives_its_chips_or_says_why_not(monkeypatch):
     """It emulated CPU devices, and trained on them."""
-    monkeypatch.setattr("jaxrl.runtime.ray.connect.tpu_chips_here", lambda: 4)
+    monkeypatch.setattr("jaxrl.sharding.mesh.tpu_chips_here", lambda: 4)
     seen = connect(RayConfig(), parse("actor=2,rollout=1,teacher=1"))
     assert not seen.emulated and [device.platform for device in seen.devices] == ["tpu"] * 4
     with pytest.raises(UserError, match="gives actor 3 TPU chips"):

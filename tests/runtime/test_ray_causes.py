@@ -58,7 +58,7 @@ def test_the_cause_is_told_whoever_is_heard_first(
     monkeypatch.setattr(module, "ray", ray)
     group: Any = RayWorkerGroup.__new__(RayWorkerGroup)
     group._sender = SimpleNamespace(check=lambda: None)
-    pool: Any = SimpleNamespace(where=lambda rank: f"teacher.{rank}")
+    pool: Any = SimpleNamespace(state=lambda rank: SimpleNamespace(where=f"teacher.{rank}"))
     asked: Any = [(pool, rank, name) for rank, name in enumerate(order)]
     with pytest.raises((RunError, UserError)) as caught:
         group._get_all(asked, time.monotonic(), None)
@@ -73,6 +73,6 @@ def test_a_death_alone_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ray", ray)
     group: Any = RayWorkerGroup.__new__(RayWorkerGroup)
     group._sender = SimpleNamespace(check=lambda: None)
-    pool: Any = SimpleNamespace(where=lambda rank: "teacher.0")
+    pool: Any = SimpleNamespace(state=lambda rank: SimpleNamespace(where="teacher.0"))
     with pytest.raises(NotStarted, match="died while it started: The worker died"):
         group._get_all([(pool, 0, "a")], time.monotonic(), None)

@@ -91,6 +91,19 @@ def test_an_exception_arrives_at_once_with_the_worker_s_traceback(worker):
     assert handle.call("add", 4, deadline=5).result() == 4  # the worker goes on
 
 
+def test_an_error_that_is_the_caller_s_own_ends_nothing(worker):
+    """Nor does that of a call that needed the value, and is its caller's own too."""
+    group, handle, _ = worker
+    failed = handle.call("fail", "boom", deadline=5, own_error=True)
+    needs = handle.call("add", failed, deadline=5, own_error=True)
+    for future in (failed, needs):
+        with pytest.raises(WorkerError, match="boom"):
+            future.result()
+        assert isinstance(future.error, WorkerError)
+        future.check()
+    assert handle.call("add", 4, deadline=5).result() == 4 and group.failure is None
+
+
 def test_a_user_s_mistake_stays_short(worker):
     with pytest.raises(UserError, match="^batch_size=0 must be at least 1$"):
         worker[1].call("refuse", deadline=5).result()

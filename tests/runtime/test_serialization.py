@@ -156,7 +156,7 @@ def test_copies_to_the_host_run_ahead_of_the_buckets(monkeypatch):
 
     numbers = iter(range(10))
     monkeypatch.setattr(
-        serialization, "held_pieces", lambda x: [(((0, 10),), Piece(next(numbers)))]
+        serialization, "local_pieces", lambda x: [(((0, 10),), Piece(next(numbers)))]
     )
     pack([jnp.zeros(10) for _ in range(10)], store)
     assert begun == read == [*range(10)]
@@ -175,7 +175,7 @@ def ranks_of(monkeypatch, value, devices_of_rank, shelf):
                 if shard.replica_id == 0 and shard.device.id in mine
             ]
 
-        monkeypatch.setattr(serialization, "held_pieces", held)
+        monkeypatch.setattr(serialization, "local_pieces", held)
         packed.append(pack(value, shelf.store))
     return packed
 

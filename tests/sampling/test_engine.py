@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from bare_tokenizer import BareTokenizer
 from cases import and_slow
+from engine_requests import sample_groups
 from jax.sharding import Mesh
 from numpy_losses import log_softmax as exact_log_softmax
 from tiny_models import SAMPLED, random_params
@@ -27,6 +28,7 @@ from jaxrl.process.compile_cache import collectives_lose_order
 from jaxrl.sampling import decode
 from jaxrl.sampling import engine as engine_module
 from jaxrl.sampling.engine import Aborted, Engine
+from jaxrl.sampling.partial_completion import RandomKey
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
@@ -81,7 +83,6 @@ def generate(
     order: Sequence[int] = range(5),
     n: int = 3,
     sampling: SamplingParams = SAMPLING,
-    seed: int = 0,
     **options: Any,
 ) -> dict[int, list[Completion]]:
     """Prompt id -> its completions, whatever the order they were asked for in."""
@@ -90,7 +91,7 @@ def generate(
         tree = jax.device_put(tree, param_shardings(CONFIG, made.mesh, "unstacked"))
     prompts = [PROMPTS[i] for i in order]
     ids = {"prompt_ids": list(order), **options}
-    out = made.generate(tree, prompts, n=n, sampling=sampling, seed=seed, **ids)
+    out = sample_groups(made, tree, prompts, n=n, sampling=sampling, **ids)
     return dict(zip(order, out, strict=True))
 
 
@@ -197,15 +198,15 @@ def test_decoding_copies_neither_weights_nor_their_cache() -> None:
 
 def test_seeds_steps_attempts_and_prompt_ids_make_other_samples() -> None:
     other = [
-        generate(engine(), seed=1),
-        generate(engine(), step=1),
+        generate(engine(), key=RandomKey(1)),
+        generate(engine(), key=RandomKey(0, 1)),
         generate(engine(), prompt_ids=[9, 8, 7, 6, 5]),
-        *(generate(engine(), attempt=attempt) for attempt in (1, 4)),
+        *(generate(engine(), key=RandomKey(0, 0, attempt)) for attempt in (1, 4)),
     ]
     flat = [tuple(c.tokens for i in range(5) for c in g[i]) for g in (reference(), *other)]
     assert len(set(flat)) == 6
     assert len({c.tokens for c in reference()[4]}) == 3  # and the samples of one prompt differ
-    assert_same(reference(), generate(engine(), seed=0))
+    assert_same(reference(), generate(engine(), key=RandomKey(0)))
 
 
 @pytest.mark.parametrize("temperature", and_slow([0.0, 0.7], [1.0]))
@@ -270,7 +271,7 @@ def test_other_settings_compile_nothing_and_a_kind_of_draw_one_program() -> None
     def compiled(*asked: SamplingParams) -> list[int]:
         before = [f._cache_size() for f in programs]
         for step, sampling in enumerate(asked):
-            generate(made, sampling=sampling, seed=5, step=step)
+            generate(made, sampling=sampling, key=RandomKey(5, step))
         return [f._cache_size() - n for f, n in zip(programs, before, strict=True)]
 
     assert compiled(SAMPLING) == [1, 1, 1]
@@ -405,7 +406,7 @@ def test_samples_wait_for_pages_and_go_on_where_they_were(
     made = engine(make_mesh(MESHES[name]), cache_tokens=cache_tokens, **PAGED)
     assert_same(at_once(n, 150, **asked), generate(made, n=n, **asked))
     stats = made.stats
-    assert (stats.sent_back > 0) == (stats.read_again > 0) == (cache_tokens < 2048)
+    assert (stats.preemptions > 0) == (stats.recomputed > 0) == (cache_tokens < 2048)
     # Prompts of those that were sent back are read with them.
     assert 5 <= stats.prefill_rows <= 5 * made.row_shards
 
@@ -431,7 +432,7 @@ def test_pages_bound_the_programs_and_those_of_the_last_samples_are_few(
     monkeypatch.setattr(decode, "launch", spied)
     made = engine(make_mesh(MESHES["1"]), cache_tokens=256, **PAGED)
     assert_same(expected, generate(made, **asked))
-    assert made.stats.sent_back > 0 and made.stats.read_again > 0
+    assert made.stats.preemptions > 0 and made.stats.recomputed > 0
     many = len(set(seen))
     generate(made, **asked)
     assert launch._cache_size() == len(set(seen)) == many <= 5
@@ -453,12 +454,10 @@ def test_a_stop_string_may_end_a_sample_that_has_no_pages_left(search_beside: bo
     expected = at_once(n, 150, letters, sampling=stopped)
     assert_same(expected, generate(made, n=n, sampling=stopped))
     reasons = {x.finish_reason for x in sum(expected.values(), [])}
-    assert made.stats.sent_back > 0 and reasons == {"stop", "length"}
+    assert made.stats.preemptions > 0 and reasons == {"stop", "length"}
 
 
-def test_a_pool_holds_one_completion_at_least_and_no_episodes() -> None:
-    with pytest.raises(UserError, match="cache_tokens=128 does not hold .* max_new_tokens=150"):
-        engine(max_new_tokens=150, cache_tokens=128)
+def test_a_pool_holds_no_episodes() -> None:
     with pytest.raises(UserError, match="needs completions in pages.*answers of environments"):
         generate(engine(cache_tokens=128, episodes=True))
 
@@ -471,7 +470,7 @@ def test_the_cache_follows_the_longest_and_each_size_is_one_program(
     spy(monkeypatch, seen)
     made = engine(slots=2, max_new_tokens=90, launch_tokens=4)
     for _ in range(2):
-        made.generate(params(), [[5]], n=2, sampling=SamplingParams(90), seed=0)
+        sample_groups(made, params(), [[5]], n=2, sampling=SamplingParams(90))
     monkeypatch.undo()
     assert sorted({width for _, width in seen}) == [64, 80, 90]
     assert decode.launch._cache_size() - before == len(set(seen)) == 3
@@ -533,7 +532,7 @@ def test_text_leaves_out_eos_only() -> None:
 def test_prompts_of_any_length_share_a_batch_with_longer_caches() -> None:
     made = engine(slots=3, max_prompt_tokens=100, max_new_tokens=60, launch_tokens=16)
     prompts = [[5], list(range(1, 61)) + [4] * 40, [9] * 65]
-    out = made.generate(params(), prompts, n=2, sampling=SamplingParams(60), seed=0)
+    out = sample_groups(made, params(), prompts, n=2, sampling=SamplingParams(60))
     for prompt, completions in zip(prompts, out, strict=True):
         for c in completions:  # these pass the borders of the buckets 64 and 128
             np.testing.assert_allclose(c.logprobs, teacher_forced_logprobs(prompt, c), atol=2e-5)
@@ -541,7 +540,7 @@ def test_prompts_of_any_length_share_a_batch_with_longer_caches() -> None:
 
 def test_no_prompt_no_work() -> None:
     made = engine()
-    assert made.generate(params(), [], n=2, sampling=SAMPLING, seed=0) == []
+    assert made.generate(params(), []) == []
     assert made.stats.decode_steps == 0
 
 
@@ -559,34 +558,22 @@ def test_progress_and_abort_come_in_between_launches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "options", "message"),
+    ("prompts", "message"),
     [
-        ([[1], []], {}, "prompt 1 has 0 tokens"),
-        ([[1] * 9], {}, "prompt 0 has 9 tokens.*max_prompt_tokens=8"),
-        ([[1, 61]], {}, "tokens from 1 to 61.*0 to 60"),
-        ([[-1]], {}, "tokens from -1"),
-        ([[1]], {"n": 0}, "n=0"),
-        ([[1]], {"prompt_ids": [1, 2]}, "2 prompt_ids for 1 prompts"),
-        ([[1]], {"sampling": SamplingParams(17)}, "max_new_tokens=17 exceeds"),
-        ([[1]], {"sampling": SamplingParams(4, stop=("a",))}, "needs a tokenizer"),
+        ([[1], []], "prompt 1 has 0 tokens"),
+        ([[1] * 9], "prompt 0 has 9 tokens.*max_prompt_tokens=8"),
+        ([[1, 61]], "tokens from 1 to 61.*0 to 60"),
+        ([[-1]], "tokens from -1"),
     ],
 )
-def test_bad_requests_are_named(prompts: Any, options: dict[str, Any], message: str) -> None:
-    asked = {"n": 1, "sampling": SAMPLING, "seed": 0, **options}
+def test_bad_prompts_are_named(prompts: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        engine().generate(params(), prompts, **asked)
+        sample_groups(engine(), params(), prompts, sampling=SAMPLING)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"slots": 0}, "slots=0"),
-        ({"max_new_tokens": 250}, "exceeds the model's 256 positions"),
-    ],
-)
-def test_bad_shapes_are_named(options: dict[str, int], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        engine(**options)
+def test_sequences_longer_than_the_model_are_named() -> None:
+    with pytest.raises(UserError, match="exceeds the model's 256 positions"):
+        engine(max_new_tokens=250)
 
 
 def test_data_parallel_steps_exchange_nothing() -> None:

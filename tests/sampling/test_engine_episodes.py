@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from bare_tokenizer import BareTokenizer
 from cases import and_slow
+from engine_requests import sample_groups
 from tiny_models import SAMPLED, random_params
 from tokenizers import AddedToken
 
@@ -93,7 +94,7 @@ class Words:
 
 
 def play(
-    partner: Any,
+    words: Any,
     slots: int = 4,
     mesh: Any = None,
     config: DecoderConfig = CONFIG,
@@ -108,7 +109,7 @@ def play(
     tree = params()
     if mesh is not None:
         tree = jax.device_put(tree, param_shardings(config, mesh, "unstacked"))
-    out = made.generate(tree, PROMPTS, n=N, sampling=sampling, seed=0, partner=partner, **options)
+    out = sample_groups(made, tree, PROMPTS, n=N, sampling=sampling, environments=words, **options)
     return [completion for samples in out for completion in samples]
 
 
@@ -156,8 +157,8 @@ def test_the_learner_reads_what_the_slots_have_read() -> None:
 
 
 def test_an_episode_is_its_turns_and_answers() -> None:
-    partner = Words()
-    for number, completion in enumerate(play(partner)):
+    words = Words()
+    for number, completion in enumerate(play(words)):
         roles = [turn.role for turn in completion.turns]
         assert roles == ["assistant", "environment"] * (len(roles) // 2) + ["assistant"]
         assert sum(turn.tokens for turn in completion.turns) == len(completion.tokens)
@@ -175,7 +176,7 @@ def test_an_episode_is_its_turns_and_answers() -> None:
                 assert completion.turns[k - 1].reward == k // 2
         assert completion.text == completion.turns[-1].text
         assert len(completion.tokens) <= 40
-    assert set(partner.ended.values()) == {1} and len(partner.ended) == N * len(PROMPTS)
+    assert set(words.ended.values()) == {1} and len(words.ended) == N * len(PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_a_greedy_turn_is_what_follows_everything_before_it() -> None:
         before = [*PROMPTS[number], *completion.tokens[:end]]
         alone = Engine(CONFIG, None, slots=1, max_prompt_tokens=48, max_new_tokens=40)
         limits = [[40 - end]]
-        found = alone.generate(params(), [before], n=1, sampling=greedy, seed=0, limits=limits)
+        found = sample_groups(alone, params(), [before], sampling=greedy, limits=limits)
         assert found[0][0].tokens == completion.tokens[end:]
 
 
@@ -230,26 +231,26 @@ def test_experts_of_answers_are_not_recorded() -> None:
     tree = random_params(mixture, layout="unstacked")
     tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
     stop = replace(SAMPLING, stop=("A", "M", "k", "c"))
-    partner = Words()
+    words = Words()
     shapes = {"max_prompt_tokens": 8, "max_new_tokens": 40, "launch_tokens": 8}
     made = Engine(mixture, None, slots=4, episodes=True, tokenizer=Letters(), **shapes)
-    asked = {"n": N, "sampling": stop, "seed": 0, "partner": partner, "record_experts": True}
-    for prompt, group in zip(PROMPTS, made.generate(tree, PROMPTS, **asked), strict=True):
+    asked = {"n": N, "sampling": stop, "environments": words, "record_experts": True}
+    for prompt, group in zip(PROMPTS, sample_groups(made, tree, PROMPTS, **asked), strict=True):
         for completion in group:
             assert completion.experts is not None
             own = completion.experts[len(prompt) - 1 :]
             assert len(own) == len(completion.tokens)
             assert (own[~completion.sampled] == -1).all() and (own[completion.sampled] >= 0).all()
             assert (completion.experts[: len(prompt) - 1] >= 0).all()
-    assert any(eos is None for _, eos, _ in partner.asked)
+    assert any(eos is None for _, eos, _ in words.asked)
 
 
 def test_stop_strings_end_turns() -> None:
     """What was decoded beyond the stop string is forgotten, in the cache too."""
     stop = replace(SAMPLING, stop=("A", "B", "C", "M", "Z", "k", "h", "a", "c", "v"))
-    partner = Words()
-    completions = play(partner, sampling=stop)
-    assert any(eos is None for _, eos, _ in partner.asked)
+    words = Words()
+    completions = play(words, sampling=stop)
+    assert any(eos is None for _, eos, _ in words.asked)
     assert_exact(CONFIG, completions)
 
 
@@ -268,12 +269,12 @@ def test_an_environment_reads_special_tokens(
     monkeypatch.setattr(Letters, "added_tokens_decoder", special)
     monkeypatch.setattr(Letters, "bos_token", "<t1>")
     monkeypatch.setattr(Letters, "end_ids", frozenset([9]), raising=False)
-    partner = Words()
-    completions = play(partner, sampling=replace(SAMPLING, stop=stop))
-    assert any("<" in text for text, _, _ in partner.asked) != ("<" in stop)
-    assert not any(word in text for text, _, _ in partner.asked for word in stop)
+    words = Words()
+    completions = play(words, sampling=replace(SAMPLING, stop=stop))
+    assert any("<" in text for text, _, _ in words.asked) != ("<" in stop)
+    assert not any(word in text for text, _, _ in words.asked for word in stop)
     seen = "".join(turn.text for c in completions for turn in c.turns)
-    heard = "".join(text for text, _, _ in partner.asked)
+    heard = "".join(text for text, _, _ in words.asked)
     assert not any(own in seen for own in ("<t1>", "<t9>"))
     assert stop or ("<t1>" in heard and "<t13>" in seen)
 
@@ -307,7 +308,7 @@ def test_a_turn_that_calls_tools_is_no_answer() -> None:
     class Tools(Words):
         def answer(self, *place: Any, **about: Any) -> Future[Reply]:
             reply: Future[Reply] = Future()
-            reply.set_result(replace(super().answer(*place, **about).result(), called=True))
+            reply.set_result(replace(super().answer(*place, **about).result(), roles=("tool",)))
             return reply
 
     texts = {True: set[str](), False: set[str]()}
@@ -319,15 +320,15 @@ def test_a_turn_that_calls_tools_is_no_answer() -> None:
 
 
 def test_turns_that_are_cut_end_their_episodes() -> None:
-    partner = Words()
-    completions = play(partner, turn_tokens=2)
+    words = Words()
+    completions = play(words, turn_tokens=2)
     for completion in completions:
         lengths = [turn.tokens for turn in completion.turns if turn.role == "assistant"]
         assert max(lengths) <= 2
         if completion.tokens[-1] not in SAMPLING.eos_ids:
             assert completion.finish_reason == "length" and completion.turns[-1].reward is None
-    assert len(partner.asked) < sum(len(completion.turns) for completion in completions)
-    assert set(partner.ended.values()) == {1}
+    assert len(words.asked) < sum(len(completion.turns) for completion in completions)
+    assert set(words.ended.values()) == {1}
 
 
 def test_an_answer_without_room_behind_it_ends_the_episode() -> None:
@@ -371,10 +372,10 @@ def test_what_ends_the_run_ends_every_episode() -> None:
             reply.set_exception(RunError("too many environments failed"))
             return reply
 
-    partner = Broken()
+    words = Broken()
     with pytest.raises(RunError, match="too many"):
-        play(partner)
-    assert set(partner.ended.values()) == {1}
+        play(words)
+    assert set(words.ended.values()) == {1}
 
     class Silent(Words):
         def answer(self, *given: Any, **more: Any) -> Future[Reply]:

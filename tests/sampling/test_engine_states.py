@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from bare_tokenizer import BareTokenizer
 from cases import and_slow
+from engine_requests import sample_groups
 from tiny_models import SAMPLED, random_params
 
 from jaxrl.models import decoder
@@ -91,14 +92,14 @@ class Words:
 @cache
 def params(config: DecoderConfig) -> Any:
     tree = random_params(config, layout="unstacked")
-    scale = 1 / config.d_model**0.5 if FAMILIES[config.family].scaled_embedding else 1.0
+    scale = 1 / config.d_model**0.5 if FAMILIES[config.family].embed else 1.0
     tree["embed"]["embedding"] = 20 * scale * tree["embed"]["embedding"]
     return tree
 
 
 def generate(
     shape: tuple[int, int, int] | None = None,
-    partner: Words | None = None,
+    words: Words | None = None,
     stop: tuple[str, ...] = (),
     config: DecoderConfig = CONFIG,
     **options: Any,
@@ -109,13 +110,11 @@ def generate(
         tree = jax.device_put(tree, param_shardings(config, mesh, "unstacked"))
     sizes = {"slots": 4, "launch_tokens": 8, "max_prompt_tokens": 8, "max_new_tokens": 40}
     check_every = options.pop("check_every", None)
-    made = Engine(
-        config, mesh, episodes=partner is not None, tokenizer=Letters(), **sizes | options
-    )
+    made = Engine(config, mesh, episodes=words is not None, tokenizer=Letters(), **sizes | options)
     made.check_every = check_every or made.check_every
-    sampling = SamplingParams(max_new_tokens=40 if partner else 12, eos_ids=(3, 7, 11), stop=stop)
-    asked = {"n": N, "sampling": sampling, "seed": 0, "partner": partner}
-    return [one for group in made.generate(tree, PROMPTS, **asked) for one in group]
+    sampling = SamplingParams(max_new_tokens=40 if words else 12, eos_ids=(3, 7, 11), stop=stop)
+    asked = {"n": N, "sampling": sampling, "environments": words}
+    return [one for group in sample_groups(made, tree, PROMPTS, **asked) for one in group]
 
 
 @cache
@@ -182,9 +181,9 @@ def test_episodes_read_each_token_once(
     """Answers in parts, the last of which is shorter; turns that end while the steps of a launch go
     on; and turns that a stop string cuts behind tokens that the state had read."""
     monkeypatch.setattr(engine_module, "ANSWER_TOKENS", (2, 4))
-    partner = Words()
+    words = Words()
     stop = ("A", "M", "Z", "k", "h", "a", "c", "v")
-    completions = generate(partner=partner, stop=stop, check_every=8, config=config)
+    completions = generate(words=words, stop=stop, check_every=8, config=config)
     assert max(len(completion.turns) for completion in completions) >= 5
-    assert any(eos is None for eos in partner.eos) and any(partner.eos)
+    assert any(eos is None for eos in words.eos) and any(words.eos)
     assert_exact(completions, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from engine_requests import waiting_samples
 
 from jaxrl.sampling.partial_completion import PartialCompletion
 from jaxrl.sampling.slots import PromptRows, rows_at_first, rows_at_most
@@ -14,7 +15,7 @@ def test_each_sample_reads_the_row_of_its_prompt(shards: int, slots: int, n: int
     """Samples come in the order of their prompts and end in any: a model of the cache says what
     each row holds. In the end the slots that are left move together."""
     rng, prompts = np.random.default_rng(0), 12
-    queue = [(prompt, sample) for prompt in range(prompts) for sample in range(n)]
+    queue = waiting_samples([[1] * n] * prompts)
     rows = PromptRows(shards, slots, n, prompts)
     assert rows.count == rows_at_first(slots, n, prompts)
     held = np.full((shards, rows.count), -1)
@@ -43,7 +44,7 @@ def test_each_sample_reads_the_row_of_its_prompt(shards: int, slots: int, n: int
     while queue:
         for slot in range(shards * slots):
             if slot not in seated and queue:
-                seated[slot] = PartialCompletion(queue[0][0], *queue.pop(0), 1, 1)
+                seated[slot] = queue.pop(0)
         new = rows.admit(columns())
         held = np.pad(held, ((0, 0), (0, rows.count - held.shape[1])), constant_values=-1)
         for row, prompt in new.items():

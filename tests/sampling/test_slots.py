@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from engine_requests import waiting_samples
 
 from jaxrl.models.shared_prompts import PAGE
 from jaxrl.sampling.decode import IDLE
@@ -47,25 +48,21 @@ def test_pages_have_one_owner_and_all_samples_end(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shards, slots = int(rng.integers(1, 4)), int(rng.integers(1, 7))
     pages, reach = int(rng.integers(5, 21)), int(rng.choice([8, 32, 100]))
-    samples = [
-        PartialCompletion(prompt, prompt, k, int(limit), int(limit))
-        for prompt in range(6)
-        for k, limit in enumerate(rng.integers(1, LONGEST + 1, 3))
-    ]
-    ends = {id(x): int(rng.integers(1, x.limit + 1)) for x in samples}
+    samples = waiting_samples([rng.integers(1, LONGEST + 1, 3) for _ in range(6)])
+    ends = {id(x): int(rng.integers(1, x.request.max_tokens + 1)) for x in samples}
     pool = PagePool(shards, pages)
     seating, launches = Slots(samples, slots * shards, shards, reach, pool), 0
     while seating.queue or seating.seated:
         before = set(map(id, seating.seated.values()))
         short = seating.is_short_of_pages()
-        assert (seating.give_pages() > 0) == short
-        while (slot := seating.vacant()) is not None:
+        assert (seating.allocate_pages() > 0) == short
+        while (slot := seating.vacant_slot()) is not None:
             assert slot not in seating.seated
-            seating.seat_next(slot, [1, 2, 3])
-        ages = [(x.prompt, x.sample_id) for x in seating.queue]
+            seating.seat_next(slot)
+        ages = [x.index for x in seating.queue]
         assert ages == sorted(ages)
         check(seating, pool, shards, reach)
-        seated = sorted(seating.seated.values(), key=lambda x: (x.prompt, x.sample_id))
+        seated = sorted(seating.seated.values(), key=lambda x: x.index)
         oldest = next(x for x in samples if len(x.tokens) < ends[id(x)])
         assert oldest in seated and (id(oldest) in before or not before or not oldest.tokens)
         if not seating.queue and seating.most_pages() <= pool.pages and rng.random() < 0.3:
@@ -73,10 +70,11 @@ def test_pages_have_one_owner_and_all_samples_end(seed: int) -> None:
             if kept is not None:
                 most = seating.most_pages()
                 if most < pool.pages:
-                    had = {id(x): pool.of(x).copy() for x in seating.seated.values()}
+                    had = {id(x): pool.pages_of(x).copy() for x in seating.seated.values()}
                     moved = pool.shrink(most).reshape(shards, -1)
                     for slot, x in seating.seated.items():
-                        assert moved[slot // seating.per_shard][pool.of(x)].tolist() == had[id(x)]
+                        pages = moved[slot // seating.per_shard][pool.pages_of(x)]
+                        assert pages.tolist() == had[id(x)]
             check(seating, pool, shards, reach)
         decode_tokens(seating, reach, lambda x: ends[id(x)] - len(x.tokens))
         for sample in seated:
@@ -90,25 +88,25 @@ def test_pages_have_one_owner_and_all_samples_end(seed: int) -> None:
 
 def test_the_youngest_sample_waits_with_its_tokens() -> None:
     """Two pages each now, of four; the next launch needs three each."""
-    samples = [PartialCompletion(0, 0, k, LONGEST, LONGEST) for k in range(3)]
+    samples = waiting_samples([[LONGEST] * 3], prompt=[4, 5])
     pool = PagePool(1, 6)
     seating = Slots(samples, 3, 1, PAGE, pool)
-    while (slot := seating.vacant()) is not None:
-        seating.seat_next(slot, [4, 5])
+    while (slot := seating.vacant_slot()) is not None:
+        seating.seat_next(slot)
     assert len(seating.seated) == 3 and pool.free[0] == 3
     for launch in range(1, 3):
         decode_tokens(seating, PAGE, lambda _: PAGE, token=9)
         assert seating.is_short_of_pages() == (launch == 2)
-        sent = seating.give_pages()
+        sent = seating.allocate_pages()
     assert sent == 1 and list(seating.queue) == [samples[2]] and pool.free[0] == 0
-    assert seating.vacant() is None
+    assert seating.vacant_slot() is None
     seating.free(samples[1])
-    assert seating.vacant() is None  # three pages, of which the other one may soon need one
+    assert seating.vacant_slot() is None  # three pages, of which the other one may soon need one
     seating.free(samples[0])
-    assert seating.vacant() == 0
-    seating.seat_next(0, [4, 5])
+    assert seating.vacant_slot() == 0
+    seating.seat_next(0)
     assert seating.table[0].tolist() == [9, 1 + 2 * PAGE, 2 * PAGE, LONGEST, 0, 2]
-    assert len(pool.of(samples[2])) == 3
+    assert len(pool.pages_of(samples[2])) == 3
 
 
 class Plain:
@@ -136,12 +134,12 @@ class Plain:
                 return slot
         return None
 
-    def give_pages(self) -> set[int]:
+    def allocate_pages(self) -> set[int]:
         """The slots whose samples lose them."""
         lost = set()
         for shard in range(self.shards):
             here = [s for s in self.seated if s // self.per_shard == shard]
-            here.sort(key=lambda s: (self.seated[s].prompt, self.seated[s].sample_id))
+            here.sort(key=lambda s: self.seated[s].index)
             while here:
                 missing = self.needed(self.seated[here[0]]) - self.held[here[0]]
                 if missing <= self.free(shard):
@@ -169,11 +167,7 @@ def test_seats_are_those_of_the_plain_rule(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shards, slots, reach = int(rng.integers(1, 5)), int(rng.integers(1, 7)), PAGE // 2
     pages = int(rng.integers(5, 9)) if seed % 2 else None
-    samples = [
-        PartialCompletion(prompt, prompt + 7, k, int(limit), int(limit))
-        for prompt in range(8)
-        for k, limit in enumerate(rng.integers(1, LONGEST + 1, 4))
-    ]
+    samples = waiting_samples([rng.integers(1, LONGEST + 1, 4) for _ in range(8)], first_id=7)
     pool = None if pages is None else PagePool(shards, pages)
     seating = Slots(samples, slots * shards, shards, reach, pool)
     plain = Plain(slots * shards, shards, reach, pages)
@@ -186,9 +180,10 @@ def test_seats_are_those_of_the_plain_rule(seed: int) -> None:
         for slot, x in plain.seated.items():
             count = len(texts[id(x)])
             last = texts[id(x)][-1] if count else 5
-            expected[slot] = last, 2 + count, count, x.limit, x.prompt_id, x.sample_id
+            key = x.request.key
+            expected[slot] = last, 2 + count, count, x.request.max_tokens, key.prompt, key.sample
             assert x.slot == slot and x.tokens.tolist() == texts[id(x)]
-            assert pool is None or len(pool.of(x)) == plain.held[slot]
+            assert pool is None or len(pool.pages_of(x)) == plain.held[slot]
         np.testing.assert_array_equal(seating.table, expected)
         of = {slot: int(x) for slot, x in enumerate(seating.prompts) if x >= 0}
         assert of == {slot: x.prompt for slot, x in plain.seated.items()}
@@ -197,18 +192,18 @@ def test_seats_are_those_of_the_plain_rule(seed: int) -> None:
         if pool is not None:
             missing = [plain.needed(x) - plain.held[s] for s, x in plain.seated.items()]
             before = dict(plain.seated)
-            lost = plain.give_pages()
+            lost = plain.allocate_pages()
             assert seating.is_short_of_pages() == bool(lost)
-            assert seating.give_pages() == len(lost) <= len(missing)
+            assert seating.allocate_pages() == len(lost) <= len(missing)
             waiting = sorted([*waiting, *(before[s] for s in lost)], key=samples.index)
             lost_slots += len(lost)
         while True:
             slot = plain.vacant(waiting[0]) if waiting else None
-            assert seating.vacant() == slot
+            assert seating.vacant_slot() == slot
             if slot is None:
                 break
             sample = waiting.pop(0)
-            assert seating.seat_next(slot, [1, 2, 5]) is sample
+            assert seating.seat_next(slot) is sample
             plain.seated[slot], plain.held[slot] = sample, plain.needed(sample)
         check()
         if not waiting and rng.random() < 0.3:
@@ -229,7 +224,7 @@ def test_seats_are_those_of_the_plain_rule(seed: int) -> None:
         counts = {id(x): int(rng.integers(0, reach + 1)) for x in plain.seated.values()}
         drawn = np.full((reach, len(seating.table), 3), IDLE, np.int32)
         for slot, x in plain.seated.items():
-            count = min(counts[id(x)], x.limit - len(texts[id(x)]))
+            count = min(counts[id(x)], x.request.max_tokens - len(texts[id(x)]))
             new = rng.choice([3, 4, 8, 9], count, p=[0.004, 0.332, 0.332, 0.332]).tolist()
             new = new[: new.index(3) + 1] if 3 in new else new
             drawn[: len(new), slot] = np.array(new, np.int32)[:, None]
@@ -242,7 +237,7 @@ def test_seats_are_those_of_the_plain_rule(seed: int) -> None:
         for x, had, count, over in added:
             text = texts[id(x)]
             assert had + count == len(text)
-            assert over == (text[-1] == 3 or len(text) == x.limit)
+            assert over == (text[-1] == 3 or len(text) == x.request.max_tokens)
             if over:
                 assert x.slot is not None
                 del plain.seated[x.slot], plain.held[x.slot]
@@ -258,8 +253,8 @@ def test_the_work_of_the_host_grows_with_the_slots(paged: bool) -> None:
     whether slots can be given up takes none for each slot."""
 
     def calls(shards: int) -> tuple[int, int]:
-        slots, prompt = 16 * shards, [1, 2, 5]
-        samples = [PartialCompletion(i // 8, i // 8, i % 8, 256, 256) for i in range(slots)]
+        slots = 16 * shards
+        samples = waiting_samples([[256] * 8] * (slots // 8))
         pool = PagePool(shards, 16 * 4) if paged else None
         count = 0
 
@@ -272,14 +267,14 @@ def test_the_work_of_the_host_grows_with_the_slots(paged: bool) -> None:
         try:
             seating = Slots(samples, slots, shards, PAGE, pool)
             rows = PromptRows(shards, 16, 8, slots // 8)
-            while (slot := seating.vacant()) is not None:
-                seating.seat_next(slot, prompt)
+            while (slot := seating.vacant_slot()) is not None:
+                seating.seat_next(slot)
             rows.admit(seating.prompts)
             rows.table(seating.prompts, np.full(slots // 8, 3, np.int32))
             for sample, *_ in seating.append(np.full((PAGE, slots, 3), 9, np.int32), ()):
                 assert len(sample.drawn) == 2
             if pool is not None:
-                assert seating.give_pages() == 0
+                assert seating.allocate_pages() == 0
                 pool.table(seating.seated, 16, 4)
             filled = count
             seating.shrink(lambda taken, held: None)

@@ -168,10 +168,10 @@ def test_what_comes_next_comes_back_early_only_below_the_peak():
     ledger.put("full", [jnp.zeros(1024)])  # 4 KiB more: 12 in all
     ledger.drop("cache")
     ledger.put("cache", [jnp.zeros(2560)])  # 10 + 4, and 4 would come: above 14
-    ledger.nearly_done()
+    ledger.prefetch_next()
     assert role.kinds == {HOST}
     ledger.drop("cache")
-    ledger.nearly_done()
+    ledger.prefetch_next()
     assert role.kinds == {"device"}
     peak = ledger.peak
     ledger.enter("actor.update")

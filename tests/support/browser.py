@@ -50,8 +50,9 @@ class Browser:
         made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self._session = f"/session/{made['sessionId']}"
 
-    def open(self, page: Path) -> None:
-        self._post("/url", {"url": page.resolve().as_uri()})
+    def open(self, page: Path | str) -> None:
+        """A file, or an address."""
+        self._post("/url", {"url": page if isinstance(page, str) else page.resolve().as_uri()})
 
     def resize(self, width: int, height: int) -> None:
         self._post("/window/rect", {"width": width, "height": height})

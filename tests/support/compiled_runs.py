@@ -28,6 +28,7 @@ from jaxrl.config.schema import Config
 from jaxrl.models.kernels import compiling_for
 from jaxrl.plan import target_plan
 from jaxrl.plan.declarations import RunPrograms
+from jaxrl.plan.peaks import planned_bytes
 from jaxrl.plan.table import Plan
 from jaxrl.roles.declared import Program, local_bytes
 
@@ -144,6 +145,11 @@ class Compiling:
         """What the compiler made of it, once it is done."""
         return self.job.result()[0]
 
+    @cached_property
+    def planned(self) -> int:
+        """Bytes that the plan counts of the role while the program runs."""
+        return planned_bytes(self.program, self.plan.inputs.target)
+
     @property
     def graphs(self) -> Graphs | None:
         """CUDA graphs, of a launch of decode steps."""
@@ -201,7 +207,7 @@ def _compile(
     compiles."""
     for plan, program in programs(run, target, name):
         if program.role == role:
-            planned = plan.accounts[role].planned(program)
+            planned = planned_bytes(program, plan.inputs.target)
             lowered = program.lower()
             yield planned, program.beside + _unread(program, lowered)
             lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})

@@ -109,7 +109,7 @@ def write_model(
         out.add(f"blk.{config.n_layers}.nextn.eh_proj.weight", joined)
     match config.rope_scaling:
         case ProportionalRope() as rope:
-            half = config.of(config.kinds[-1]).head_dim // 2
+            half = config.layer_of(config.kinds[-1]).head_dim // 2
             n = int(half * rope.share)
             out.add("rope_freqs.weight", np.array([1.0] * n + [1e30] * (half - n), np.float32))
         case Llama3Rope() as rope:
@@ -158,7 +158,7 @@ def tiled(delta: Delta, value: np.ndarray, width: int) -> np.ndarray:
 def add_gemma4(w: gguf.GGUFWriter, config: Any) -> None:
     """What its layers differ in. As in the files that were looked at, numbers of heads are a list
     only where layers without a window have one of their own, and widths where some are double."""
-    layers = [config.of(kind) for kind in config.kinds]
+    layers = [config.layer_of(kind) for kind in config.kinds]
     window = layers[[kind.window is not None for kind in config.kinds].index(True)]
     for of, suffix in ((layers[-1], ""), (window, "_swa")):
         getattr(w, f"add_key_length{suffix}")(of.head_dim)

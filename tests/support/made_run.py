@@ -12,6 +12,7 @@ from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.plan import make_plan
 from jaxrl.plan.table import PLAN_DATA_FILE, plan_json
+from jaxrl.process.json_types import JsonObject
 from jaxrl.run.run_dir import SESSIONS_FILE
 from jaxrl.telemetry.metrics import (
     METRICS_FILE,
@@ -95,6 +96,15 @@ def write_made_samples(path: Path) -> None:
             write_samples(file, [sample(step, number) for number in range(2)])
 
 
+TOLD = 9
+"""Step whose first completion has turns."""
+TURNS: tuple[JsonObject, ...] = (
+    {"role": "assistant", "content": "<tool_call>", "learned": True, "advantage": -0.5},
+    {"role": "tool", "content": "<b>sunny</b>", "learned": False, "reward": None},
+    {"role": "assistant", "content": f"completion {TOLD}", "learned": True, "reward": 1.0},
+)
+
+
 def sample(step: int, number: int) -> Sample:
     return Sample(
         step=step,
@@ -108,6 +118,10 @@ def sample(step: int, number: int) -> Sample:
         score=float(1 - number),
         reward=step + 0.5 * number,
         agreement=None if number else 0.75,
+        turns=TURNS if (step, number) == (TOLD, 0) else None,
+        learned=0 if number else 5,
+        rewards={"exact": step, "a_reward_of_a_long_name": 0.5 * number},
+        advantage=0.5 - number,
     )
 
 

@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import jax
+import numpy as np
 import safetensors.numpy
 from references.tiny import random_tensors
 from tiny_models import random_params
@@ -22,6 +23,7 @@ from jaxrl.formats.hf import save_hf
 from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.family import LayerKind
+from jaxrl.telemetry.totals import STAGES, TOKENS
 
 QUICK = ["--config", "builtin:quickstart"]
 """On the command line: the keys that a test does not set are the quickstart's."""
@@ -135,7 +137,20 @@ def numbers(result_or_rows):
     """
     rows = getattr(result_or_rows, "metrics", result_or_rows)
     changing = ("time/", "tokens/per", "weights/sync_gbps", "checkpoint/", "memory/", "compile/")
-    return [{k: v for k, v in row.items() if not k.startswith(changing)} for row in rows]
+    kept = [{k: v for k, v in row.items() if not k.startswith(changing)} for row in rows]
+    return [{k: v for k, v in row.items() if not re.match("total/.*_s$", k)} for row in kept]
+
+
+def check_totals(rows):
+    """The totals of each row are the sums over the rows so far, those before a resumption too."""
+    adds = {f"total/{name}": [metric] for name, metric in TOKENS.items()}
+    adds |= {f"total/{stage}_s": metrics for stage, metrics in STAGES.items()}
+    for total, metrics in (adds | {"total/wall_s": ["time/wall_s"]}).items():
+        values = [sum(row.get(metric, 0.0) for metric in metrics) for row in rows]
+        found = [row.get(total, 0.0) for row in rows]
+        np.testing.assert_allclose(found, np.cumsum(values), rtol=1e-9, atol=1e-9, err_msg=total)
+    for row in rows[1:]:
+        assert row["time/waiting_s"] >= -1e-9 and row["time/waiting_s"] <= row["time/step_s"]
 
 
 HERE = Path(__file__).parent.parent

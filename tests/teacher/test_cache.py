@@ -26,7 +26,7 @@ from tiny_models import make_mesh, tiny_config, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config, train
-from jaxrl.algorithms.methods import on_policy
+from jaxrl.algorithms.methods import is_on_policy
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.model_source import longest_sequence
 from jaxrl.config import cli
@@ -361,7 +361,8 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         taken.append((sequences, logprobs, jax.tree.map(lambda *x: np.concatenate(x), *parts)))
         taken.append(frozen)
         self.version += 1
-        return Trained({"loss": 0.0, "actor/tokens": float(sequences.loss_mask.sum())}, {})
+        learned = np.asarray(sequences.loss_mask).sum(-1)
+        return Trained({"loss": 0.0, "actor/tokens": float(learned.sum())}, {}, learned)
 
     monkeypatch.setattr(Actor, "update", update)
     return taken
@@ -404,7 +405,7 @@ def test_a_mixed_run_asks_the_live_teacher_about_the_students_samples_only(
     run(desk, tmp_path / "read", *mixed, f"teacher.cache={caches['hidden']}")
     assert_halves_are_equal(fed, updates=4)
     coin = Config.load(None, keys(desk, *mixed))
-    wanted = [i for i in range(4) if on_policy(coin, i)]
+    wanted = [i for i in range(4) if is_on_policy(coin, i)]
     assert 0 < len(wanted) < 4 and [rollout.policy_version for rollout in asked] == wanted
     computed = ["teacher/padding" in row for row in read_metrics(tmp_path / "read")[1:]]
     assert computed == [i in wanted for i in range(4)]

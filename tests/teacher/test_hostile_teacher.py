@@ -25,7 +25,7 @@ from tiny_tokenizer import tiny_tokenizer
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import pack_sequences
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.wall_clock import TEMPORARY
+from jaxrl.process.awake_clock import TEMPORARY
 from jaxrl.teacher import remote
 from jaxrl.teacher.protocol import (
     PROTOCOL,

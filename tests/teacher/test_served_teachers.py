@@ -115,7 +115,7 @@ def batch(columns: Sequence[Any]) -> Rollout:
 
 def local(made: Config) -> RoutedTeachers:
     mesh = make_mesh(1, 1, 1)
-    projection = Projection.of(made, mesh, VOCAB)
+    projection = Projection.from_config(made, mesh, VOCAB)
     each = (
         made.distill
         if made.mixture is None

@@ -21,7 +21,7 @@ from jaxrl.config import cli
 from jaxrl.config.settings import LoggingConfig
 from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry import metrics, plot
-from jaxrl.telemetry.console import Console, Eta, format_seconds
+from jaxrl.telemetry.console import Console, Eta, _shown, format_seconds
 from jaxrl.telemetry.lines import RunLog
 from jaxrl.telemetry.metrics import (
     METRICS,
@@ -169,9 +169,12 @@ class Strings:
 
 def test_every_name_in_the_table_is_made_somewhere_in_the_source() -> None:
     texts = {
-        path: text for path, text in package_texts().items() if path.parent.name != "telemetry"
+        path: text
+        for path, text in package_texts().items()
+        if path.parent.name != "telemetry" or path.name == "totals.py"
     }
     examples = {"{role}": "teacher", "{k}": "4", "{set}": "SET", "{reward}": "REWARD"}
+    examples |= {"{source}": "SOURCE", "{metric}": "METRIC", "{teacher}": "TEACHER"}
     strings = Strings(texts, set(examples.values()))
     missing = []
     for name in METRICS:
@@ -213,10 +216,17 @@ def test_names_with_a_variable_part_resolve(name: str, entry: str | None) -> Non
     assert find_metric(name) is (None if entry is None else METRICS[entry])
 
 
+def test_an_earlier_evaluation_has_its_step() -> None:
+    """On the live display it stays between the rows that have one."""
+    row = metrics._row(56, {"reward/mean": 0.5, "eval/accuracy": 0.25})
+    assert dict(_shown(row, 0)) == {"reward": "0.500", "accuracy of step 0": "25.0%"}
+    assert dict(_shown(row, 56)) == dict(_shown(row)) == {"reward": "0.500", "accuracy": "25.0%"}
+
+
 def test_each_name_of_the_table_has_one_entry() -> None:
     """No pattern covers another entry: what a name means never depends on the order."""
     examples = {"{role}": "actor", "{k}": "8", "{set}": "math", "{reward}": "format"}
-    examples["{teacher}"] = "code"
+    examples |= {"{teacher}": "code", "{source}": "sums", "{metric}": "surprise"}
     for name, metric in METRICS.items():
         for variable, example in examples.items():
             name = name.replace(variable, example)
@@ -401,7 +411,7 @@ def test_plain_lines_when_it_is_no_terminal() -> None:
         "step  0/10  accuracy 5.0%  teacher 98.0%",
         "step  1/10  divergence 0.6931  tok/s 1,234  s/step 2.00",
         "step  2/10  divergence 0.5000  accuracy 50.0%  s/step 2.00  eta 0:16",
-        r"  train '1+1=\\n' -> '2 é' (stop, score 1)",
+        "  train '1+1=↵' -> '2 é' (stop, score 1)",
     ]
     assert "\x1b" not in out.getvalue()
 
@@ -430,7 +440,7 @@ def test_completions_of_the_data_are_marked_and_have_no_score() -> None:
         with Console(LoggingConfig(), steps=10, out=out) as console:
             console.step({"step": 3})
             console.samples([given])
-    assert plain.getvalue().splitlines()[-1] == r"  data '1+1=\\n' -> '2 é' (stop)"
+    assert plain.getvalue().splitlines()[-1] == "  data '1+1=↵' -> '2 é' (stop)"
     assert "from the data" in live.getvalue()
     assert "judged" not in live.getvalue() and "score" not in live.getvalue()
 

@@ -7,30 +7,15 @@ the residual, and the last ones borrow keys and values."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
+
 from jaxrl.errors import UserError
+from jaxrl.models import family
 from jaxrl.models.experts import Experts, read_counts
-from jaxrl.models.family import (
-    FULL,
-    OMITTED,
-    SLIDING,
-    BlockKind,
-    DecoderLike,
-    Family,
-    GgufFacts,
-    LayerKind,
-    Raw,
-    fill_defaults,
-    positive_number,
-    read_ropes,
-    read_windows,
-    size,
-    value_or,
-    window_of,
-    write_ropes,
-    write_windows,
-)
 from jaxrl.models.rope import ProportionalRope
 from jaxrl.process.json_types import JsonObject
 
@@ -54,35 +39,35 @@ DEFAULTS: JsonObject = {
 """What a `config.json` of Gemma 3 leaves out where it is this."""
 SOFTCAP = "final_logit_softcapping"
 PERIOD = 6
-"""Of so many layers the last one has no window, where there are no `layer_types`."""
+"""Every so many layers one has no window, where there are no `layer_types`."""
 
 
-def _prepare(raw: Raw) -> Raw:
+def _prepare(raw: family.Raw) -> family.Raw:
     key = "attn_logit_softcapping"
     if raw.get(key) is not None:
         raise UserError(f"{key}={raw[key]!r} is not supported; supported: null")
     if raw.get("use_bidirectional_attention"):
         raise UserError("use_bidirectional_attention=true is not supported; causal only")
-    return DEFAULTS | read_ropes(raw, LOCAL)
+    return DEFAULTS | family.read_ropes(raw, LOCAL)
 
 
-def _read(raw: Raw) -> JsonObject:
-    period = size(raw, "sliding_window_pattern", PERIOD)
-    window, local = window_of(raw), positive_number(raw, LOCAL)
-    kinds = read_windows(raw, window, lambda i: (i + 1) % period != 0, local)
-    score_dim = size(raw, "query_pre_attn_scalar")
+def _read(raw: family.Raw) -> JsonObject:
+    period = family.size(raw, "sliding_window_pattern", PERIOD)
+    window, local = family.window_of(raw), family.positive_number(raw, LOCAL)
+    kinds = family.read_windows(raw, window, lambda i: (i + 1) % period != 0, local)
+    score_dim = family.size(raw, "query_pre_attn_scalar")
     return {"kinds": kinds, "score_dim": score_dim, "final_softcap": read_softcap(raw)}
 
 
-def read_softcap(raw: Raw) -> float | None:
+def read_softcap(raw: family.Raw) -> float | None:
     """Reads `DecoderConfig.final_softcap`."""
-    return None if raw.get(SOFTCAP) is None else positive_number(raw, SOFTCAP)
+    return None if raw.get(SOFTCAP) is None else family.positive_number(raw, SOFTCAP)
 
 
-def _write(config: DecoderLike) -> JsonObject:
-    written = write_windows(config) | write_ropes(config)
+def _write(config: family.DecoderLike) -> JsonObject:
+    written = family.write_windows(config) | family.write_ropes(config)
     return written | {
-        LOCAL: written["rope_parameters"][SLIDING]["rope_theta"],
+        LOCAL: written["rope_parameters"][family.SLIDING]["rope_theta"],
         "hidden_activation": config.block.activation,
         "query_pre_attn_scalar": config.score_dim,
         "attention_bias": False,
@@ -91,24 +76,29 @@ def _write(config: DecoderLike) -> JsonObject:
     }
 
 
-def from_gguf(raw: Raw, file: GgufFacts) -> JsonObject:
+def from_gguf(raw: family.Raw, file: family.GgufFacts) -> JsonObject:
     """Returns `query_pre_attn_scalar` as llama.cpp has it: by the heads' own width in the largest
     model, which has 62 layers."""
-    largest, of_width = raw["num_hidden_layers"] == 62, size(raw, "hidden_size")
-    of_width //= size(raw, "num_attention_heads")
+    largest, of_width = raw["num_hidden_layers"] == 62, family.size(raw, "hidden_size")
+    of_width //= family.size(raw, "num_attention_heads")
     return {"query_pre_attn_scalar": of_width if largest else raw["head_dim"]}
 
 
-GEMMA3 = Family(
+def _scale_embedding(config: family.DecoderLike, x: jax.Array) -> jax.Array:
+    """Multiplies rows by sqrt(D), rounded to the compute dtype."""
+    return x * jnp.asarray(math.sqrt(config.d_model), x.dtype)
+
+
+GEMMA3 = family.Family(
     "Gemma3ForCausalLM",
-    BlockKind(
+    family.BlockKind(
         qk_norm="head",
         norms="around",
         norm_in_float32=True,
         norm_around_one=True,
         activation="gelu_pytorch_tanh",
     ),
-    scaled_embedding=True,
+    embed=_scale_embedding,
     gguf="gemma3",
     from_gguf=from_gguf,
     whole="gemma3",
@@ -133,8 +123,12 @@ GEMMA4_DEFAULTS: JsonObject = {
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262_144,
     "rope_parameters": {
-        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        family.FULL: {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+        family.SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     },
     "eos_token_id": 1,
     "bos_token_id": 2,
@@ -145,20 +139,20 @@ BY_LAYER = "per_layer_config"
 """Where newer versions of transformers keep what differs from layer to layer."""
 
 
-def prepare_gemma4(raw: Raw) -> Raw:
+def prepare_gemma4(raw: family.Raw) -> family.Raw:
     if raw.get("use_bidirectional_attention") == "all":
         raise UserError("use_bidirectional_attention=all is not supported; causal only")
-    return read_ropes(fill_defaults(raw, GEMMA4_DEFAULTS), LOCAL)
+    return family.read_ropes(family.fill_defaults(raw, GEMMA4_DEFAULTS), LOCAL)
 
 
-def read_gemma4(raw: Raw) -> JsonObject:
-    window, local = size(raw, "sliding_window"), positive_number(raw, LOCAL)
-    kinds = read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local, _full(raw))
+def read_gemma4(raw: family.Raw) -> JsonObject:
+    window, local = family.size(raw, "sliding_window"), family.positive_number(raw, LOCAL)
+    kinds = family.read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local, _full(raw))
     if kinds[-1].window is not None:
-        raise UserError(f"layer_types={raw['layer_types']!r}: the last layer must be {FULL}")
-    key, vocab = "hidden_size_per_layer_input", size(raw, "vocab_size")
-    inputs = size(raw, key) if value_or(raw[key], 0) else 0
-    if inputs and size(raw, "vocab_size_per_layer_input") != vocab:
+        raise UserError(f"layer_types={raw['layer_types']!r}: the last layer must be {family.FULL}")
+    key, vocab = "hidden_size_per_layer_input", family.size(raw, "vocab_size")
+    inputs = family.size(raw, key) if family.value_or(raw[key], 0) else 0
+    if inputs and family.size(raw, "vocab_size_per_layer_input") != vocab:
         raise UserError(
             f"vocab_size_per_layer_input={raw['vocab_size_per_layer_input']!r} must be"
             f" vocab_size={vocab}"
@@ -172,67 +166,70 @@ def read_gemma4(raw: Raw) -> JsonObject:
     }
 
 
-def _experts(raw: Raw) -> JsonObject:
+def _experts(raw: family.Raw) -> JsonObject:
     if not raw.get("enable_moe_block"):
         return {}
     for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         if raw.get(key) is None:
             raise UserError(f"{key}=null: enable_moe_block=true needs a number")
     count, chosen = read_counts(raw, "num_experts", "top_k_experts")
-    width = size(raw, "intermediate_size")
+    width = family.size(raw, "intermediate_size")
     experts = Experts(count, chosen, normalised=True, dense_width=width, beside="norms")
-    return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
+    return {"experts": experts, "d_ff": family.size(raw, "moe_intermediate_size")}
 
 
-def _borrowing(raw: Raw, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+def _borrowing(
+    raw: family.Raw, kinds: tuple[family.LayerKind, ...]
+) -> tuple[family.LayerKind, ...]:
     """Returns the kinds of all layers, of which the last ones borrow keys and values."""
-    shared = value_or(raw.get("num_kv_shared_layers"), 0)
+    shared = family.value_or(raw.get("num_kv_shared_layers"), 0)
     if not shared:
         return kinds
     if raw.get("enable_moe_block"):
         raise UserError(
             f"num_kv_shared_layers={shared} is not supported together with enable_moe_block=true"
         )
-    n = len(kinds) - size(raw, "num_kv_shared_layers")
+    n = len(kinds) - family.size(raw, "num_kv_shared_layers")
     if n < 1 or set(kinds[n:]) - set(kinds[:n]):
         raise UserError(
             f"num_kv_shared_layers={shared} of num_hidden_layers={len(kinds)}: of each kind that"
             " reads keys and values of other layers, one before these must have its own"
         )
-    wide = 2 * size(raw, "intermediate_size") if raw.get("use_double_wide_mlp") else None
+    wide = 2 * family.size(raw, "intermediate_size") if raw.get("use_double_wide_mlp") else None
     return kinds[:n] + tuple(replace(kind, borrows=True, d_ff=wide) for kind in kinds[n:])
 
 
-def _full(raw: Raw) -> LayerKind:
+def _full(raw: family.Raw) -> family.LayerKind:
     """Returns the kind of the layers without a window."""
     same = bool(raw.get("attention_k_eq_v"))
-    own = {
-        "head_dim": size(raw, "global_head_dim"),
+    sizes = {
+        "head_dim": family.size(raw, "global_head_dim"),
         "num_key_value_heads": raw.get("num_global_key_value_heads") if same else None,
     }
-    types, by_layer = raw.get("layer_types"), value_or(raw.get(BY_LAYER), {})
+    types, by_layer = raw.get("layer_types"), family.value_or(raw.get(BY_LAYER), {})
     if by_layer:
-        full = {str(i) for i, kind in enumerate(value_or(types, [])) if kind == FULL}
-        found = [by_layer[i] for i in by_layer]
-        known = all(one == found[0] and one.keys() <= own.keys() for one in found)
+        full = {str(i) for i, kind in enumerate(family.value_or(types, [])) if kind == family.FULL}
+        stated = [by_layer[i] for i in by_layer]
+        known = all(layer == stated[0] and layer.keys() <= sizes.keys() for layer in stated)
         if not known or by_layer.keys() != full:
             raise UserError(
                 f"{BY_LAYER}={by_layer!r} is not supported: of the layers without a window, all"
                 " alike, head_dim and num_key_value_heads may be others"
             )
-        own = dict.fromkeys(own) | found[0]
-    dim, heads = (None if own[key] is None else size(own, key) for key in own)
-    return LayerKind(head_dim=dim, n_kv_heads=heads, keys_as_values=same)
+        sizes = dict.fromkeys(sizes) | stated[0]
+    dim, heads = (None if sizes[key] is None else family.size(sizes, key) for key in sizes)
+    return family.LayerKind(head_dim=dim, n_kv_heads=heads, keys_as_values=same)
 
 
-def write_gemma4(config: DecoderLike) -> JsonObject:
+def write_gemma4(config: family.DecoderLike) -> JsonObject:
     last = config.kinds[-1]
     full = next((kind for kind in config.kinds if kind.window is None), last)
-    written = write_windows(config) | write_ropes(config)
+    layer = config.layer_of(full)
+    written = family.write_windows(config) | family.write_ropes(config)
     return written | {
-        "rope_scaling": OMITTED,  # transformers would have it in place of the others
-        "global_head_dim": config.of(full).head_dim,
-        "num_global_key_value_heads": config.of(full).n_kv_heads if full.keys_as_values else None,
+        "rope_scaling": family.OMITTED,  # transformers would have it in place of the others
+        "global_head_dim": layer.head_dim,
+        "num_global_key_value_heads": layer.n_kv_heads if full.keys_as_values else None,
         "attention_k_eq_v": full.keys_as_values,
         "num_kv_shared_layers": sum(kind.borrows for kind in config.kinds),
         "use_double_wide_mlp": last.d_ff is not None,
@@ -245,7 +242,7 @@ def write_gemma4(config: DecoderLike) -> JsonObject:
     }
 
 
-def _written(config: DecoderLike) -> JsonObject:
+def _written(config: family.DecoderLike) -> JsonObject:
     if config.experts is None:
         return {"enable_moe_block": False}
     return {
@@ -257,7 +254,7 @@ def _written(config: DecoderLike) -> JsonObject:
     }
 
 
-def from_gguf_gemma4(raw: Raw, file: GgufFacts) -> JsonObject:
+def from_gguf_gemma4(raw: family.Raw, file: family.GgufFacts) -> JsonObject:
     """Reads the metadata as llama.cpp's converter writes it: the keys with `_swa` are for the
     layers with a window, the others for those without. Layers that borrow keys and values may still
     have tensors for them."""
@@ -275,12 +272,12 @@ def from_gguf_gemma4(raw: Raw, file: GgufFacts) -> JsonObject:
     dims = {end: file.stated(f"attention.key_length{end}") for end in ("", "_swa")}
     for end, dim in dims.items():
         for key in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
-            if value_or(file.stated(key), dim) != dim:
+            if family.value_or(file.stated(key), dim) != dim:
                 raise UserError(
                     f"{key}={file.stated(key)} is not supported with"
                     f" attention.key_length{end}={dim}: they must be the same"
                 )
-    kind = value_or(file.stated("rope.scaling.type"), "none")
+    kind = family.value_or(file.stated("rope.scaling.type"), "none")
     if kind != "none":
         raise UserError(
             f"rope.scaling.type={kind!r} of a Gemma 4 is not supported; supported: none"
@@ -294,18 +291,23 @@ def from_gguf_gemma4(raw: Raw, file: GgufFacts) -> JsonObject:
         "attention_k_eq_v": file.shape(f"model.layers.{full}.self_attn.v_proj.weight") is None,
         "num_kv_shared_layers": file.stated("attention.shared_kv_layers"),
         "use_double_wide_mlp": isinstance(widths, list) and widths[-1] != raw["intermediate_size"],
-        "hidden_size_per_layer_input": value_or(file.stated("embedding_length_per_layer_input"), 0),
+        "hidden_size_per_layer_input": family.value_or(
+            file.stated("embedding_length_per_layer_input"), 0
+        ),
         "vocab_size_per_layer_input": raw["vocab_size"],
         "enable_moe_block": bool(experts),
         "top_k_experts": file.stated("expert_used_count"),
-        "rope_parameters": {FULL: {**scaling, "rope_theta": raw["rope_theta"]}, SLIDING: windowed},
+        "rope_parameters": {
+            family.FULL: {**scaling, "rope_theta": raw["rope_theta"]},
+            family.SLIDING: windowed,
+        },
         "rope_scaling": None,
     }
 
 
-GEMMA4 = Family(
+GEMMA4 = family.Family(
     "Gemma4ForCausalLM",
-    BlockKind(
+    family.BlockKind(
         qk_norm="head",
         norms="around",
         norm_in_float32=True,
@@ -313,7 +315,7 @@ GEMMA4 = Family(
         value_norm=True,
         scalar=True,
     ),
-    scaled_embedding=True,
+    embed=_scale_embedding,
     tensors={
         "mlp/router/kernel": "router.proj.weight",
         "mlp/experts/gate/kernel": "experts.gate_up_proj",
@@ -338,12 +340,12 @@ WITHOUT = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_
 """What it does not have."""
 
 
-def prepare_unified(raw: Raw) -> Raw:
+def prepare_unified(raw: family.Raw) -> family.Raw:
     stated = {key: value for key, value in raw.items() if value is not None}
     return prepare_gemma4({**UNIFIED, **stated})
 
 
-def write_unified(config: DecoderLike) -> JsonObject:
+def write_unified(config: family.DecoderLike) -> JsonObject:
     return {key: value for key, value in write_gemma4(config).items() if key not in WITHOUT}
 
 

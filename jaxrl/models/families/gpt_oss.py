@@ -4,19 +4,8 @@ layer; experts with biases and clamped gates in place of the MLP of every layer.
 from __future__ import annotations
 
 from jaxrl.errors import UserError
+from jaxrl.models import family
 from jaxrl.models.experts import Clamp, Experts, read_counts
-from jaxrl.models.family import (
-    BlockKind,
-    DecoderLike,
-    Family,
-    Raw,
-    fill_defaults,
-    positive_number,
-    read_windows,
-    size,
-    stated_once,
-    write_windows,
-)
 from jaxrl.process.json_types import JsonObject
 
 ROPE = {
@@ -39,29 +28,31 @@ DEFAULTS: JsonObject = {
 """What a `config.json` leaves out where it is this."""
 
 
-def _prepare(raw: Raw) -> Raw:
-    stated_once(raw, "num_experts_per_tok", "experts_per_token")
-    found = fill_defaults(raw, DEFAULTS)
+def _prepare(raw: family.Raw) -> family.Raw:
+    family.stated_once(raw, "num_experts_per_tok", "experts_per_token")
+    fields = family.fill_defaults(raw, DEFAULTS)
     if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
-        found["rope_scaling"] = ROPE
-    return found
+        fields["rope_scaling"] = ROPE
+    return fields
 
 
-def _read(raw: Raw) -> JsonObject:
+def _read(raw: family.Raw) -> JsonObject:
     if not raw["attention_bias"]:
         raise UserError("attention_bias=false is not supported for gpt_oss, whose q, k, v, o have")
     count, chosen = read_counts(raw, "num_local_experts", "num_experts_per_tok")
-    clamp = Clamp(positive_number(raw, "swiglu_alpha"), positive_number(raw, "swiglu_limit"))
-    width = size(raw, "intermediate_size")
+    clamp = Clamp(
+        family.positive_number(raw, "swiglu_alpha"), family.positive_number(raw, "swiglu_limit")
+    )
+    width = family.size(raw, "intermediate_size")
     experts = Experts(count, chosen, normalised=True, dense_width=width, clamp=clamp)
-    window = size(raw, "sliding_window")
-    return {"experts": experts, "kinds": read_windows(raw, window, lambda i: i % 2 == 0)}
+    window = family.size(raw, "sliding_window")
+    return {"experts": experts, "kinds": family.read_windows(raw, window, lambda i: i % 2 == 0)}
 
 
-def _write(config: DecoderLike) -> JsonObject:
+def _write(config: family.DecoderLike) -> JsonObject:
     experts = config.experts
     return {
-        **write_windows(config),
+        **family.write_windows(config),
         "num_local_experts": experts.count,
         "num_experts_per_tok": experts.chosen,
         "swiglu_alpha": experts.clamp.alpha,
@@ -70,9 +61,9 @@ def _write(config: DecoderLike) -> JsonObject:
     }
 
 
-GPT_OSS = Family(
+GPT_OSS = family.Family(
     "GptOssForCausalLM",
-    BlockKind(
+    family.BlockKind(
         attention_bias=True, output_bias=True, sinks=True, expert_bias=True, norm_in_float32=True
     ),
     head_dim=64,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from jaxrl.models.family import Family, read_window
 
 WINDOW = 4096
-"""Of a `config.json` that does not say it; null says that there is none."""
+"""The window where a `config.json` does not say it; null says that there is none."""
 
 LLAMA = Family(
     "LlamaForCausalLM",

@@ -6,44 +6,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxrl.models.family import (
-    BlockKind,
-    DecoderLike,
-    Family,
-    Raw,
-    positive_number,
-    read_ropes,
-    read_windows,
-    window_of,
-    write_ropes,
-    write_windows,
-)
+from jaxrl.models import family
 from jaxrl.process.json_types import JsonObject
 
 DEFAULTS: JsonObject = {"rope_theta": 5e5, "sliding_window": 4096}
 """What a `config.json` of OLMo 3 leaves out where it is this."""
 LOCAL = "rope_theta of sliding_attention"
 PERIOD = 4
-"""Of so many layers the last one has no window, where there are no `layer_types`."""
+"""Every so many layers one has no window, where there are no `layer_types`."""
 
 
-def _prepare(raw: Raw) -> Raw:
-    return DEFAULTS | read_ropes(raw, LOCAL)
+def _prepare(raw: family.Raw) -> family.Raw:
+    return DEFAULTS | family.read_ropes(raw, LOCAL)
 
 
-def _read(raw: Raw) -> JsonObject:
-    """Layers with a window do not scale their positions."""
-    local = positive_number(raw, LOCAL, positive_number(raw, "rope_theta"))
-    return {"kinds": read_windows(raw, window_of(raw), lambda i: (i + 1) % PERIOD != 0, local)}
+def _read(raw: family.Raw) -> JsonObject:
+    """Reads the kinds of layers: those with a window do not scale their positions."""
+    local = family.positive_number(raw, LOCAL, family.positive_number(raw, "rope_theta"))
+    return {
+        "kinds": family.read_windows(
+            raw, family.window_of(raw), lambda i: (i + 1) % PERIOD != 0, local
+        )
+    }
 
 
-def _write(config: DecoderLike) -> JsonObject:
-    return write_windows(config) | write_ropes(config)
+def _write(config: family.DecoderLike) -> JsonObject:
+    return family.write_windows(config) | family.write_ropes(config)
 
 
-OLMO2 = Family(
+OLMO2 = family.Family(
     "Olmo2ForCausalLM",
-    BlockKind(qk_norm="width", norms="after", norm_in_float32=True),
+    family.BlockKind(qk_norm="width", norms="after", norm_in_float32=True),
     rms_norm_eps=1e-5,
     gguf="olmo2",
 )

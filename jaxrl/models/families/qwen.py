@@ -10,30 +10,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxrl.errors import UserError, short
+from jaxrl.models import family
 from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Experts, read_counts
-from jaxrl.models.family import (
-    FULL,
-    OMITTED,
-    BlockKind,
-    DecoderLike,
-    Family,
-    LayerKind,
-    Raw,
-    fill_defaults,
-    read_windows,
-    size,
-    stated_once,
-    value_or,
-    write_windows,
-)
 from jaxrl.process.json_types import JsonObject
 
 FULL_LAYERS = 28
 """The first layers, which have no window, where a `config.json` does not say it."""
 RECURRENT = "linear_attention"
 PERIOD = 4
-"""Of so many layers the last one has attention, where there are no `layer_types`."""
+"""Every so many layers one has attention, where there are no `layer_types`."""
 PARTIAL = "partial_rotary_factor"
 SHARED = "shared_expert_intermediate_size"
 QWEN3_MOE_DEFAULTS: JsonObject = {
@@ -52,29 +38,29 @@ QWEN3_5_MOE_DEFAULTS: JsonObject = {
 }
 
 
-def read_windowed(raw: Raw) -> JsonObject:
+def read_windowed(raw: family.Raw) -> JsonObject:
     """Reads windows, which `use_sliding_window` turns on."""
     window = None
     if raw.get("use_sliding_window"):
         if raw.get("sliding_window") is None:
             raise UserError("use_sliding_window=true needs a sliding_window")
-        window = size(raw, "sliding_window")
-    first = value_or(raw.get("max_window_layers"), FULL_LAYERS)
+        window = family.size(raw, "sliding_window")
+    first = family.value_or(raw.get("max_window_layers"), FULL_LAYERS)
     if type(first) is not int or first < 0:
         raise UserError(f"max_window_layers={first!r} must be an integer of at least 0")
-    return {"kinds": read_windows(raw, window, lambda i: i >= first)}
+    return {"kinds": family.read_windows(raw, window, lambda i: i >= first)}
 
 
-def write_windowed(config: DecoderLike) -> JsonObject:
-    written = write_windows(config)
+def write_windowed(config: family.DecoderLike) -> JsonObject:
+    written = family.write_windows(config)
     if written["sliding_window"] is None:
         return {}
     return written | {"use_sliding_window": True}
 
 
-QWEN2 = Family(
+QWEN2 = family.Family(
     "Qwen2ForCausalLM",
-    BlockKind(attention_bias=True),
+    family.BlockKind(attention_bias=True),
     gguf="qwen2",
     read=read_windowed,
     write=write_windowed,
@@ -82,27 +68,27 @@ QWEN2 = Family(
 QWEN3 = replace(
     QWEN2,
     architecture="Qwen3ForCausalLM",
-    block=BlockKind(qk_norm="head"),
+    block=family.BlockKind(qk_norm="head"),
     head_dim=128,
     gguf="qwen3",
 )
 
 
-def with_experts(raw: Raw, defaults: JsonObject) -> JsonObject:
+def fill_expert_defaults(raw: family.Raw, defaults: JsonObject) -> JsonObject:
     """Fills in the defaults of a mixture, and the number of experts, which transformers 5 writes
     under another name."""
-    if size(raw, "decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
+    if family.size(raw, "decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
         keys = ("decoder_sparse_step", "mlp_only_layers")
-        given = ", ".join(f"{key}={raw[key]!r}" for key in keys if key in raw)
+        stated = ", ".join(f"{key}={raw[key]!r}" for key in keys if key in raw)
         raise UserError(
-            f"{given}: models that mix layers with and without experts are not supported;"
+            f"{stated}: models that mix layers with and without experts are not supported;"
             " supported: decoder_sparse_step=1 and mlp_only_layers=[]"
         )
-    count = stated_once(raw, "num_experts", "num_local_experts")
-    return fill_defaults({**raw, "num_experts": count}, defaults)
+    count = family.stated_once(raw, "num_experts", "num_local_experts")
+    return family.fill_defaults({**raw, "num_experts": count}, defaults)
 
 
-def write_experts(config: DecoderLike) -> JsonObject:
+def write_experts(config: family.DecoderLike) -> JsonObject:
     return {
         "moe_intermediate_size": config.d_ff,
         "num_experts": config.experts.count,
@@ -110,16 +96,16 @@ def write_experts(config: DecoderLike) -> JsonObject:
     }
 
 
-def read_qwen3_moe(raw: Raw) -> JsonObject:
+def read_qwen3_moe(raw: family.Raw) -> JsonObject:
     if raw.get("use_sliding_window"):
         raise UserError("use_sliding_window=true is not supported for this family")
     count, chosen = read_counts(raw, "num_experts", "num_experts_per_tok")
-    normalised = bool(value_or(raw.get("norm_topk_prob"), False))
-    experts = Experts(count, chosen, normalised, dense_width=size(raw, "intermediate_size"))
-    return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
+    normalised = bool(family.value_or(raw.get("norm_topk_prob"), False))
+    experts = Experts(count, chosen, normalised, dense_width=family.size(raw, "intermediate_size"))
+    return {"experts": experts, "d_ff": family.size(raw, "moe_intermediate_size")}
 
 
-def write_qwen3_moe(config: DecoderLike) -> JsonObject:
+def write_qwen3_moe(config: family.DecoderLike) -> JsonObject:
     return write_experts(config) | {
         "intermediate_size": config.experts.dense_width,
         "norm_topk_prob": config.experts.normalised,
@@ -128,50 +114,58 @@ def write_qwen3_moe(config: DecoderLike) -> JsonObject:
     }
 
 
-QWEN3_MOE = Family(
+QWEN3_MOE = family.Family(
     "Qwen3MoeForCausalLM",
-    BlockKind(qk_norm="head"),
+    family.BlockKind(qk_norm="head"),
     gguf="qwen3moe",
     from_gguf=lambda *_: {"norm_topk_prob": True},  # as llama.cpp computes all of them
-    prepare=lambda raw: with_experts(raw, QWEN3_MOE_DEFAULTS),
+    prepare=lambda raw: fill_expert_defaults(raw, QWEN3_MOE_DEFAULTS),
     read=read_qwen3_moe,
     write=write_qwen3_moe,
 )
 
 
-def prepare_qwen3_5(raw: Raw) -> Raw:
+def prepare_qwen3_5(raw: family.Raw) -> family.Raw:
     if raw.get("attn_output_gate") is False:
         raise UserError("attn_output_gate=false is not supported for this family")
     ropes = (raw.get("rope_parameters"), raw.get("rope_scaling"))
     rotates = any(isinstance(rope, dict) and rope.get(PARTIAL) is not None for rope in ropes)
-    return fill_defaults(raw, QWEN3_5_DEFAULTS if rotates else QWEN3_5_DEFAULTS | {PARTIAL: 0.25})
+    return family.fill_defaults(
+        raw, QWEN3_5_DEFAULTS if rotates else QWEN3_5_DEFAULTS | {PARTIAL: 0.25}
+    )
 
 
-def read_qwen3_5(raw: Raw) -> JsonObject:
-    n, period = size(raw, "num_hidden_layers"), size(raw, "full_attention_interval", PERIOD)
+def read_qwen3_5(raw: family.Raw) -> JsonObject:
+    n, period = (
+        family.size(raw, "num_hidden_layers"),
+        family.size(raw, "full_attention_interval", PERIOD),
+    )
     types = raw.get("layer_types")
     if types is None:
-        types = [RECURRENT if (i + 1) % period else FULL for i in range(n)]
-    if not isinstance(types, list) or len(types) != n or set(types) - {RECURRENT, FULL}:
+        types = [RECURRENT if (i + 1) % period else family.FULL for i in range(n)]
+    if not isinstance(types, list) or len(types) != n or set(types) - {RECURRENT, family.FULL}:
         raise UserError(
             f"layer_types={short(repr(types))} is not supported: a list of num_hidden_layers={n} is"
-            f" needed, each of {RECURRENT}, {FULL}"
+            f" needed, each of {RECURRENT}, {family.FULL}"
         )
     delta = Delta(
-        k_heads=size(raw, "linear_num_key_heads", 16),
-        v_heads=size(raw, "linear_num_value_heads", 32),
-        k_dim=size(raw, "linear_key_head_dim", 128),
-        v_dim=size(raw, "linear_value_head_dim", 128),
-        conv=size(raw, "linear_conv_kernel_dim", 4),
+        k_heads=family.size(raw, "linear_num_key_heads", 16),
+        v_heads=family.size(raw, "linear_num_value_heads", 32),
+        k_dim=family.size(raw, "linear_key_head_dim", 128),
+        v_dim=family.size(raw, "linear_value_head_dim", 128),
+        conv=family.size(raw, "linear_conv_kernel_dim", 4),
     )
-    return {"kinds": tuple(LayerKind(recurs=kind == RECURRENT) for kind in types), "delta": delta}
+    return {
+        "kinds": tuple(family.LayerKind(recurs=kind == RECURRENT) for kind in types),
+        "delta": delta,
+    }
 
 
-def write_qwen3_5(config: DecoderLike) -> JsonObject:
+def write_qwen3_5(config: family.DecoderLike) -> JsonObject:
     kinds = config.kinds * (config.n_layers // len(config.kinds))
     delta = config.delta
     return {
-        "layer_types": [RECURRENT if kind.recurs else FULL for kind in kinds],
+        "layer_types": [RECURRENT if kind.recurs else family.FULL for kind in kinds],
         "linear_num_key_heads": delta.k_heads,
         "linear_num_value_heads": delta.v_heads,
         "linear_key_head_dim": delta.k_dim,
@@ -181,9 +175,9 @@ def write_qwen3_5(config: DecoderLike) -> JsonObject:
     }
 
 
-QWEN3_5 = Family(
+QWEN3_5 = family.Family(
     "Qwen3_5ForCausalLM",
-    BlockKind(qk_norm="head", norm_in_float32=True, norm_around_one=True, output_gate=True),
+    family.BlockKind(qk_norm="head", norm_in_float32=True, norm_around_one=True, output_gate=True),
     head_dim=256,
     partial_rotary=True,
     recurs=True,
@@ -195,22 +189,25 @@ QWEN3_5 = Family(
 )
 
 
-def prepare_qwen3_5_moe(raw: Raw) -> Raw:
+def prepare_qwen3_5_moe(raw: family.Raw) -> family.Raw:
     raw = {key: value for key, value in raw.items() if key != "decoder_sparse_step"}  # has no part
-    raw = with_experts(raw, QWEN3_5_MOE_DEFAULTS)
+    raw = fill_expert_defaults(raw, QWEN3_5_MOE_DEFAULTS)
     return prepare_qwen3_5({**raw, "intermediate_size": raw["moe_intermediate_size"]})
 
 
-def read_qwen3_5_moe(raw: Raw) -> JsonObject:
+def read_qwen3_5_moe(raw: family.Raw) -> JsonObject:
     count, chosen = read_counts(raw, "num_experts", "num_experts_per_tok")
-    width = size(raw, SHARED)
+    width = family.size(raw, SHARED)
     experts = Experts(count, chosen, normalised=True, dense_width=width, beside="gate")
-    return read_qwen3_5(raw) | {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
+    return read_qwen3_5(raw) | {
+        "experts": experts,
+        "d_ff": family.size(raw, "moe_intermediate_size"),
+    }
 
 
-def write_qwen3_5_moe(config: DecoderLike) -> JsonObject:
-    own = {"intermediate_size": OMITTED, SHARED: config.experts.dense_width}
-    return write_qwen3_5(config) | write_experts(config) | own
+def write_qwen3_5_moe(config: family.DecoderLike) -> JsonObject:
+    fields = {"intermediate_size": family.OMITTED, SHARED: config.experts.dense_width}
+    return write_qwen3_5(config) | write_experts(config) | fields
 
 
 QWEN3_5_MOE = replace(

@@ -6,47 +6,44 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxrl.errors import UserError, short
-from jaxrl.models.family import (
-    DecoderLike,
-    Family,
-    Raw,
-    read_windows,
-    size,
-    value_or,
-    write_windows,
-)
+from jaxrl.models import family
 from jaxrl.process.json_types import JsonObject
 
 EVERY = 4
-"""Of so many layers the last one does not rotate, where a `config.json` does not say it."""
+"""Every so many layers one does not rotate, where a `config.json` does not say it."""
 
 
-def _read(raw: Raw) -> JsonObject:
-    n, every = size(raw, "num_hidden_layers"), size(raw, "no_rope_layer_interval", EVERY)
-    rotates = value_or(raw.get("no_rope_layers"), [int((i + 1) % every != 0) for i in range(n)])
+def _read(raw: family.Raw) -> JsonObject:
+    n, every = (
+        family.size(raw, "num_hidden_layers"),
+        family.size(raw, "no_rope_layer_interval", EVERY),
+    )
+    rotates = family.value_or(
+        raw.get("no_rope_layers"), [int((i + 1) % every != 0) for i in range(n)]
+    )
     if not isinstance(rotates, list) or len(rotates) < n or set(rotates) - {0, 1}:
         raise UserError(
             f"no_rope_layers={short(repr(rotates))} must be a list of num_hidden_layers={n}"
             " numbers, 1 of layers that rotate and 0 of the others"
         )
-    window = size(raw, "sliding_window", 0) if raw.get("use_sliding_window") else None
-    kinds = read_windows(raw, window, lambda i: not rotates[i])
+    window = family.size(raw, "sliding_window", 0) if raw.get("use_sliding_window") else None
+    kinds = family.read_windows(raw, window, lambda i: not rotates[i])
     pairs = zip(kinds, rotates[:n], strict=True)
     return {"kinds": tuple(replace(kind, rotates=bool(turned)) for kind, turned in pairs)}
 
 
-def _write(config: DecoderLike) -> JsonObject:
-    written = write_windows(config)
-    each = config.n_layers // len(config.kinds)
+def _write(config: family.DecoderLike) -> JsonObject:
+    written = family.write_windows(config)
+    repeats = config.n_layers // len(config.kinds)
     return written | {
-        "no_rope_layers": [int(kind.rotates) for kind in config.kinds] * each,
+        "no_rope_layers": [int(kind.rotates) for kind in config.kinds] * repeats,
         "use_sliding_window": written["sliding_window"] is not None,
         "attention_bias": False,
         "mlp_bias": False,
     }
 
 
-SMOLLM3 = Family(
+SMOLLM3 = family.Family(
     "SmolLM3ForCausalLM",
     rope_theta=2e6,
     tie_embeddings=True,

@@ -183,7 +183,8 @@ class Chart {
     return group;
   }
 
-  /** Small ticks where the run was evaluated, and red ones where a value was not finite. */
+  /** Small ticks where the run was evaluated, red ones where a value was not finite, and a line
+   * where the run resumed with changes. */
   evaluations() {
     const bottom = HEIGHT - EDGE.bottom;
     const group = svg("g", {});
@@ -194,6 +195,7 @@ class Chart {
     for (const { run, lost } of this.chart.series) {
       const place = (step) => (shown.align ? (100 * step) / lastStep(run) : step);
       for (const step of data.evaluated[run]) mark(place(step), "evaluated", 4);
+      for (const step of data.changed[run]) mark(place(step), "changed", bottom - EDGE.top);
       for (const step of lost) mark(step, "lost", 9);
     }
     return group;

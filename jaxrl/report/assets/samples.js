@@ -3,6 +3,23 @@
 const PAGE = 50;
 const TEXTS = ["prompt", "completion", "answer"];
 
+function turns(sample) {
+  return sample.turns ?? [];
+}
+
+/** One turn of a completion: who speaks, what, and what that was worth. */
+function turnView(turn) {
+  const worth = ["reward", "advantage"].filter((name) => (turn[name] ?? null) !== null);
+  const said = worth.map((name) => `${name} ${number(turn[name])}`).join(", ");
+  return element(
+    "span",
+    { class: `turn${turn.learned ? " learned" : ""}` },
+    element("b", {}, turn.role),
+    element("small", {}, said),
+    element("span", { class: "said" }, turn.content),
+  );
+}
+
 class Samples {
   constructor(root, samples) {
     this.samples = samples;
@@ -45,7 +62,9 @@ class Samples {
     const { column, up } = this.order;
     const fits = (sample) =>
       (step === "" || sample.step === Number(step)) &&
-      TEXTS.some((name) => (sample[name] ?? "").toLowerCase().includes(text));
+      [...TEXTS.map((name) => sample[name]), ...turns(sample).map((turn) => turn.content)].some(
+        (words) => (words ?? "").toLowerCase().includes(text),
+      );
     const value = (sample) => sample[column] ?? (up ? Infinity : -Infinity); // unknown ones last
     const order = (a, b) => value(a) - value(b) || 0; // two unknown ones are equal
     return this.samples.filter(fits).sort((a, b) => (up ? order(a, b) : order(b, a)));
@@ -67,13 +86,20 @@ class Samples {
   row(sample) {
     const cell = (name) => {
       if (TEXTS.includes(name)) {
-        const text = element("div", {}, sample[name] ?? "–");
-        return element("td", { class: `text ${name}`, "data-heading": name }, text);
+        const own = name === "completion";
+        const parts = own && turns(sample).length ? turns(sample).map(turnView) : [];
+        const learned = own && !parts.length && sample.learned > 0 ? { class: "learned" } : {};
+        const text = element("div", learned, ...(parts.length ? parts : [sample[name] ?? "–"]));
+        const none = own && sample.learned === 0 ? [element("small", {}, "not learned")] : [];
+        return element("td", { class: `text ${name}`, "data-heading": name }, text, ...none);
       }
       const ofStep = name === "agreement" && sample.of_step ? " muted" : "";
       const cut = name === "tokens" && sample.finish_reason === "length" ? " cut" : "";
       const kind = { class: `number${ofStep}`, "data-heading": name };
-      return element("td", kind, number(sample[name]) + cut);
+      const rewards = Object.entries(name === "reward" ? (sample.rewards ?? {}) : {});
+      const each = rewards.length > 1 ? rewards : [];
+      const parts = each.map(([of, value]) => element("small", {}, `${of} ${number(value)}`));
+      return element("td", kind, number(sample[name]) + cut, ...parts);
     };
     const cells = this.heads.map((head) => cell(head.dataset.column));
     return element("tr", {}, ...cells);

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -32,27 +33,11 @@ from jaxrl.process.child_python import PACKAGE_HOME
 from jaxrl.process.gpu_memory import given_share
 from jaxrl.process.json_types import Keywords
 from jaxrl.process.waiting import waiting
-from jaxrl.runtime.cluster import (
-    RESOURCES,
-    Cluster,
-    Host,
-    Kind,
-    ProcessSlot,
-    Resource,
-    ask_driver,
-    devices_of,
-    process_slots,
-)
+from jaxrl.runtime import cluster
 from jaxrl.runtime.ray import local_cluster
 from jaxrl.runtime.ray.local_cluster import in_cluster, leave, leave_at_exit, started_here, usable
 from jaxrl.runtime.worker import POLL_S, WorkerState
-from jaxrl.sharding.mesh import (
-    MOST_EMULATED,
-    Visible,
-    accelerators_here,
-    host_available,
-    tpu_chips_here,
-)
+from jaxrl.sharding import mesh
 from jaxrl.sharding.placement import Placement
 
 NAMESPACE = "jaxrl"
@@ -73,7 +58,7 @@ _variables: dict[str, str] = {}
 """With which this process connects, and with which a cluster of its own starts."""
 
 
-def connect(config: RayConfig, placement: Placement) -> Visible:
+def connect(config: RayConfig, placement: Placement) -> mesh.Visible:
     """Joins the cluster that is named; returns the devices that the run would get.
 
     Where none is, the run has one of its own on this host; `RayWorkerGroup` starts it.
@@ -93,38 +78,40 @@ def connect(config: RayConfig, placement: Placement) -> Visible:
     why = "a new cluster on this host"
     if address is not None:
         why = f"ray.address={address}" if config.address else f"RAY_ADDRESS={address}"
-    return Visible(devices_of(placement, slots, kind), note, "ray", why)
+    return mesh.Visible(cluster.devices_of(placement, slots, kind), note, "ray", why)
 
 
 def find_seats(
-    config: RayConfig, placement: Placement, look_at: Callable[[], list[Host]]
-) -> tuple[Kind, tuple[ProcessSlot, ...]]:
+    config: RayConfig, placement: Placement, look_at: Callable[[], list[cluster.Host]]
+) -> tuple[cluster.Kind, tuple[cluster.ProcessSlot, ...]]:
     """Returns the kind of the devices, and the place of each process. A process that ended a moment
     ago gets a while to leave the cluster."""
     end = time.monotonic() + FREE_S
     with waiting("what the Ray cluster has, and that it is free"):
         while True:
             hosts = look_at()
-            kinds: tuple[Kind, ...] = ("GPU", "TPU")
-            kind: Kind = next((k for k in kinds if any(host.has[k] for host in hosts)), "CPU")
+            kinds: tuple[cluster.Kind, ...] = ("GPU", "TPU", "CPU")
+            kind = next((k for k in kinds if any(host.has[k] for host in hosts)), kinds[-1])
+            most = config.devices_per_worker
+            share = partial(cluster.process_slots, placement, kind=kind, most=most)
             try:
-                return kind, process_slots(placement, hosts, kind, config.devices_per_worker)
+                return kind, share(hosts)
             except UserError:
-                all_free = [replace(h, free={**h.has, "memory": h.free["memory"]}) for h in hosts]
-                process_slots(placement, all_free, kind, config.devices_per_worker)  # raises: never
+                # This raises what would never fit.
+                share([replace(h, free={**h.has, "memory": h.free["memory"]}) for h in hosts])
                 if time.monotonic() > end:
                     raise
             time.sleep(POLL_S)
 
 
-def find_hosts() -> list[Host]:
+def find_hosts() -> list[cluster.Host]:
     """Returns the nodes that are alive, the head first, with what is free on each."""
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_status
     from ray.exceptions import RayError
 
-    def counts(resources: Mapping[str, float]) -> dict[Resource, int]:
-        return {name: int(resources.get(name, 0)) for name in RESOURCES}
+    def counts(resources: Mapping[str, float]) -> dict[cluster.Resource, int]:
+        return {name: int(resources.get(name, 0)) for name in cluster.RESOURCES}
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
     nodes.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeID"]))
@@ -132,11 +119,11 @@ def find_hosts() -> list[Host]:
     free = {n.node_id: n.available_resources() for n in (*status.active_nodes, *status.idle_nodes)}
     asked = {n["NodeID"]: n for n in nodes if n["Resources"].get("GPU")}
     reports: dict[str, Keywords] = {}
-    for node, ref in [(n, on_node(n, ask_driver, given_share())) for n in asked]:
+    for node, ref in [(n, on_node(n, cluster.ask_driver, given_share())) for n in asked]:
         with suppress(RayError):
             reports[node] = ray.get(ref, timeout=NODE_S)
     return [
-        Host(
+        cluster.Host(
             node["NodeID"],
             node.get("NodeName") or node["NodeManagerHostname"],
             node["NodeManagerAddress"],
@@ -327,19 +314,19 @@ def _reach(address: str) -> None:
         ) from error
 
 
-def _this_host(devices: int) -> Host:
-    gpus = accelerators_here()
-    has: dict[Resource, int] = {
-        "CPU": max(os.cpu_count() or 1, min(devices, MOST_EMULATED)),
+def _this_host(devices: int) -> cluster.Host:
+    gpus = mesh.accelerators_here()
+    has: dict[cluster.Resource, int] = {
+        "CPU": max(os.cpu_count() or 1, min(devices, mesh.MOST_EMULATED)),
         "GPU": gpus,
-        "TPU": 0 if gpus else tpu_chips_here(),
-        "memory": host_available(),
+        "TPU": 0 if gpus else mesh.tpu_chips_here(),
+        "memory": mesh.host_available(),
     }
-    reported = ask_driver(given_share()) if gpus else {}
-    return Host("", socket.gethostname(), "127.0.0.1", has, free=has, **reported)
+    reported = cluster.ask_driver(given_share()) if gpus else {}
+    return cluster.Host("", socket.gethostname(), "127.0.0.1", has, free=has, **reported)
 
 
-def cluster(address: str) -> Cluster:
+def read_cluster(address: str) -> cluster.Cluster:
     """Returns the nodes of a cluster and the jaxrl workers on it, whosever they are, for `python -m
     jaxrl.devices`.
 
@@ -362,6 +349,6 @@ def cluster(address: str) -> Cluster:
             with suppress(RayError):
                 states.append(ray.get(ref, timeout=LOOK_S))
         states.sort(key=lambda state: (state.host, state.pid))
-        return Cluster(address, find_hosts(), states)
+        return cluster.Cluster(address, find_hosts(), states)
     finally:
         leave()

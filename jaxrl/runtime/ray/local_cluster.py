@@ -339,7 +339,7 @@ def leave(answers: bool = True) -> None:
         if not healthy:
             end_daemons()
         try:
-            left = bounded(ray.shutdown, LEAVE_S)
+            left = call_within(ray.shutdown, LEAVE_S)
         except RuntimeError:  # from Python 3.12 on, an interpreter that ends starts no thread
             if healthy:
                 ray.shutdown()
@@ -360,7 +360,7 @@ def leave(answers: bool = True) -> None:
     _cluster = None
 
 
-def bounded(function: Callable[[], object], seconds: float) -> bool:
+def call_within(function: Callable[[], object], seconds: float) -> bool:
     """Calls `function` on a thread of its own; returns whether it has come back in time. One that
     has not keeps the process from ending as Python would end it (`left_behind`)."""
     thread = threading.Thread(target=function, name=f"bounded:{function.__name__}", daemon=True)

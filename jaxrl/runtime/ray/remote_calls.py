@@ -17,7 +17,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from jaxrl.process.wall_clock import wall_clock
+from jaxrl.errors import Stopped
+from jaxrl.process.awake_clock import awake_clock
 from jaxrl.runtime.cluster import ProcessSlot
 from jaxrl.runtime.role_server import (
     STARTING,
@@ -34,7 +35,6 @@ from jaxrl.runtime.worker import (
     Future,
     LocalFuture,
     RunLost,
-    Stopped,
     WorkerState,
     map_leaves,
 )
@@ -44,7 +44,7 @@ LOCK_S = 5.0
 cluster is gone."""
 FETCH_S = 60.0
 """Longest wait for one bucket of arrays."""
-STATEFUL = {"rollout": "load", "teacher": "load"}
+STATEFUL = {"rollout": "load", "teacher": "load", "reward": "use"}
 """Role -> the call that makes its state: the last one is sent again to a new process."""
 STAYS = {
     ("actor", "publish"): "rollout",
@@ -76,6 +76,9 @@ class RayPool:
     position: int = 0
     """Of the next call, in the order of its processes."""
     alive: bool = False
+    drops: bool = False
+    """Whether a call of the queue was dropped, and with it those that come after, until the driver
+    knows (`WorkerGroup.settle`)."""
     doubt: tuple[float, BaseException] | None = None
     """An error that another process's death may have caused, and when it was reported."""
     released: deque[int] = field(default_factory=deque)
@@ -103,10 +106,6 @@ class RayPool:
         phase, compiling = (state.phase, state.compiling) if self.alive else ("died", "")
         times = state.detail, state.since, state.heard
         return WorkerState(*about, phase, *times, self.life, compiling)
-
-    def where(self, rank: int) -> str:
-        state = self.state(rank)
-        return f"worker {state.name} ({state.host}{f', pid {state.pid}' * (state.pid > 0)})"
 
 
 @dataclass(eq=False)
@@ -147,7 +146,7 @@ class RayFuture(Future[Any]):
         if self.keeps:
             return None
         try:
-            return unpack(_get_all(self.refs, self.check), fetched)
+            return unpack(_get_all(self.refs, self.check), fetch)
         except RayError as error:
             raise RunLost(
                 f"what {self.role}.{self.method} made is lost: {type(error).__name__}"
@@ -175,14 +174,14 @@ class RemoteRef:
 
     def arrive(self) -> object:
         """Fetches it into the process that needs it: it was made before the call was sent."""
-        began, awake_since = time.monotonic(), wall_clock().awake_since
+        began, awake_since = time.monotonic(), awake_clock().awake_since
 
         def check() -> None:
             if awake_since(began) > FETCH_S:
                 raise InputLost(f"what {self.role} made has not arrived within {FETCH_S:g} s")
 
         try:
-            return unpack(_get_all(self.refs, check), fetched)
+            return unpack(_get_all(self.refs, check), fetch)
         except RayError as error:
             raise InputLost(f"what {self.role} made is lost: {type(error).__name__}") from error
 
@@ -196,7 +195,7 @@ def _get_all(refs: Sequence[ray.ObjectRef], check: Callable[[], None]) -> list[A
     return [ray.get(ref, timeout=FETCH_S) for ref in refs]
 
 
-def fetched(place: object) -> Any:
+def fetch(place: object) -> Any:
     """Fetches the value at a place in a parcel."""
     if not isinstance(place, ray.ObjectRef):
         return place  # in the parcel itself

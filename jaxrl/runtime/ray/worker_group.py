@@ -30,25 +30,15 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl.config.settings import RayConfig
-from jaxrl.errors import RunError, UserError
+from jaxrl.errors import RunError, Stopped, StopTraining, UserError
+from jaxrl.process.awake_clock import awake_clock
 from jaxrl.process.child_python import SAFE, program_paths
 from jaxrl.process.compilations import Compilations
 from jaxrl.process.json_types import Keywords
 from jaxrl.process.waiting import waiting, waits
-from jaxrl.process.wall_clock import wall_clock
 from jaxrl.runtime.cluster import hosts_table, needs_table, worker_variables
+from jaxrl.runtime.ray import local_cluster
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join, on_node, python_on
-from jaxrl.runtime.ray.local_cluster import (
-    Guard,
-    Starts,
-    bounded,
-    end_daemons,
-    ended_daemon,
-    in_cluster,
-    leave,
-    started_here,
-    usable,
-)
 from jaxrl.runtime.ray.remote_calls import FETCH_S, STATEFUL, STAYS, RayFuture, RayPool, Sender
 from jaxrl.runtime.role_server import (
     CallReport,
@@ -56,16 +46,9 @@ from jaxrl.runtime.role_server import (
     InputLost,
     ProcessStatus,
     WorkerServer,
-    look,
+    examine_process,
 )
-from jaxrl.runtime.worker import (
-    POLL_S,
-    PROFILE,
-    RunLost,
-    Stopped,
-    WorkerError,
-    WorkerState,
-)
+from jaxrl.runtime.worker import POLL_S, PROFILE, RunLost, WorkerError, WorkerState
 from jaxrl.sharding.placement import Placement, device_list
 
 Log = Callable[[str], None]
@@ -114,11 +97,17 @@ class RayHandle:
     role: str
 
     def call(
-        self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
+        self,
+        method: str,
+        *args: object,
+        deadline: float,
+        aside: bool = False,
+        own_error: bool = False,
+        **kwargs: object,
     ) -> RayFuture:
         pool, sender = self.pool, self.sender
         keeps = STAYS.get((self.role, method)) in pool.roles
-        what = self.role, method, args, kwargs, deadline, aside
+        what = self.role, method, args, kwargs, deadline, aside, own_error
         with sender.lock:
             future = RayFuture(*what, sender, pool, next(sender.numbers), keeps)
             failed = [needed._error for needed in future.inputs() if needed._error is not None]
@@ -126,6 +115,8 @@ class RayHandle:
                 raise failed[0]
             if keeps:
                 weakref.finalize(future, pool.released.append, future.number)
+            if pool.drops and not aside:
+                raise Stopped("the run ends, and a call before this one was dropped")
             sender.calls[future.number] = future
             sender.flush(pool)
         return future
@@ -184,7 +175,9 @@ class RayWorkerGroup:
         self._threads: list[threading.Thread] = []
         self._reserved: Any = None
         self.ending: str | None = None
-        self._guard = Guard(self._lose_cluster if started_here() else self._lose_head)
+        self.stop_asked: StopTraining | None = None
+        own = local_cluster.started_here()
+        self._guard = local_cluster.Guard(self._lose_cluster if own else self._lose_head)
 
     # How they start.
 
@@ -245,9 +238,8 @@ class RayWorkerGroup:
                     )
 
     def _launch(self, pools: Sequence[RayPool]) -> None:
-        get = partial(
-            self._get_all, began=time.monotonic(), starts=Starts() if started_here() else None
-        )
+        starts = local_cluster.Starts() if local_cluster.started_here() else None
+        get = partial(self._get_all, began=time.monotonic(), starts=starts)
         for pool in pools:
             pool.born, pool.answers, pool.asked, pool.info = time.monotonic(), {}, set(), []
             pool.position, pool.doubt = 0, None
@@ -284,7 +276,7 @@ class RayWorkerGroup:
                 ids = device_list(self._placement.roles[role].devices)
                 on = f"on devices {ids}" if ids else "without devices"
                 seconds = report.times.seconds
-                self._log(f"{role}: ready in {seconds:.1f} s, {on}; {pool.where(0)}")
+                self._log(f"{role}: ready in {seconds:.1f} s, {on}; {pool.state(0).where}")
 
     def _process(self, pool: RayPool, rank: int) -> Any:
         slot = pool.process_slots[rank]
@@ -313,7 +305,7 @@ class RayWorkerGroup:
         versions: dict[tuple[tuple[str, str], ...], str] = {}
         for pool in self._pools:
             for rank, (slot, info) in enumerate(zip(pool.process_slots, pool.info, strict=False)):
-                where = pool.where(rank)
+                where = pool.state(rank).where
                 if slot.devices and len(info.devices) != slot.devices:
                     two = "; a chip of TPU v2, v3 and v7x is two devices: set launcher=local"
                     raise RunError(
@@ -338,7 +330,7 @@ class RayWorkerGroup:
         self,
         asked: Sequence[tuple[RayPool, int, ray.ObjectRef]],
         began: float,
-        starts: Starts | None,
+        starts: local_cluster.Starts | None,
     ) -> list[Any]:
         """Waits for what processes were asked for, for `deadlines.startup` since `began`; the first
         that has died or failed ends the wait. The error of one that names a cause counts more than
@@ -353,28 +345,26 @@ class RayWorkerGroup:
                 try:
                     values[ref] = ray.get(ref, timeout=FETCH_S)
                 except RayTaskError as error:
-                    failed = f"{pool.where(rank)} failed while it started:\n{error}"
+                    failed = f"{pool.state(rank).where} failed while it started:\n{error}"
                     raise WorkerError(failed) from error
                 except RayError as error:
                     others, _ = ray.wait(waiting, num_returns=len(waiting), timeout=DOUBT_S)
                     for other in others:
                         with suppress(RayError):
                             check_cause(ray.get(other, timeout=FETCH_S))
-                    reported = f"{pool.where(rank)} died while it started: {last_line(error)}"
+                    reported = f"{pool.state(rank).where} died while it started: {last_line(error)}"
                     raise NotStarted(reported) from error
                 check_cause(values[ref])
             if ready:
                 continue
             pool, rank = owner[waiting[0]]
             check_nodes(pool)
-            trouble = None if starts is None else starts.trouble()
-            if trouble is not None:
-                raise NeverRan(f"{pool.where(rank)} could not be started: {trouble}")
-            if wall_clock().awake_since(began) <= self._startup_s:
+            if starts is not None and (trouble := starts.trouble()) is not None:
+                raise NeverRan(f"{pool.state(rank).where} could not be started: {trouble}")
+            if awake_clock().awake_since(began) <= self._startup_s:
                 continue
-            late = (
-                f"{pool.where(rank)} has not started within deadlines.startup={self._startup_s:g} s"
-            )
+            limit = f"deadlines.startup={self._startup_s:g} s"
+            late = f"{pool.state(rank).where} has not started within {limit}"
             if rank < len(pool.info):
                 raise NotStarted(f"{late}\nstack of the worker:\n{stacks(pool, rank)}")
             raise NeverRan(
@@ -479,17 +469,24 @@ class RayWorkerGroup:
         failed, call = reported.exception(), f"{future.role}.{future.method}"
         if failed is not None:
             if isinstance(failed, RayTaskError):
-                raise WorkerError(f"{call} failed in {pool.where(rank)}:\n{failed}")
+                raise WorkerError(f"{call} failed in {pool.state(rank).where}:\n{failed}")
             self._lose(pool, self._death(pool, rank, failed))
             return
         report = reported.result()
         error = report.error
+        if report.stop is not None and self.stop_asked is None:
+            message, by = report.stop
+            self.stop_asked = StopTraining(message).from_code(by)
+        if isinstance(error, Stopped):
+            with self._sender.lock:
+                self._drop(future, error)
+            return
         if isinstance(error, InputLost):  # what its process has kept until then is in no other
             raise RunLost(
                 f"an input of {call} was made, but is lost ({error}): its node may be gone"
             )
         if error is not None:
-            if future.aside:
+            if future.aside or (future.own_error and len(pool.process_slots) == 1):
                 self._finished(future, error)
             elif len(pool.process_slots) > 1 and may_follow(error):
                 pool.doubt = pool.doubt or (time.monotonic(), error)
@@ -502,8 +499,12 @@ class RayWorkerGroup:
 
     def _finished(self, future: RayFuture, error: BaseException | None) -> None:
         pool = future.pool
-        if error is not None and any(future in call.inputs() for call in self._sender.unfinished()):
-            raise error
+        if error is not None:
+            for call in self._sender.unfinished():
+                if future in call.inputs() and not call.own_error:
+                    raise error
+                if future in call.inputs():
+                    self._finished(call, error)
         with self._sender.lock:
             if future.reports:
                 first = future.reports[min(future.reports)].times
@@ -513,12 +514,30 @@ class RayWorkerGroup:
                 future.times.started = now - first.seconds
                 future.times.made_s = first.made_s
                 future.times.moves = tuple(move.later(shift) for move in first.moves)
-            if STATEFUL.get(future.role) == future.method and not pool.trains:
+            stays = STATEFUL.get(future.role) == future.method and error is None
+            if stays and not pool.trains:
                 self._states[pool.index, future.role] = future
             self._sender.calls.pop(future.number, None)
             future.finish(error)
         if (future.role, future.method) == PROGRESS and error is None:
             self._restarts = 0
+
+    def _drop(self, future: RayFuture, error: Stopped) -> None:
+        """Ends a call without a value, with those unsent that need it, and those behind any of
+        these in their pools. With the lock held."""
+        self._sender.calls.pop(future.number, None)
+        future.finish(error)
+        future.pool.drops |= not future.aside
+        for call in self._sender.unfinished():
+            ordered = call.pool is future.pool and not (call.aside or future.aside)
+            behind = ordered and call.number > future.number
+            if not (call.refs or call.done()) and (behind or future in call.inputs()):
+                self._drop(call, error)
+
+    def settle(self) -> None:
+        with self._sender.lock:
+            for pool in self._pools:
+                pool.drops = False
 
     def _ask(self) -> None:
         for pool in self._pools:
@@ -534,7 +553,7 @@ class RayWorkerGroup:
                     worker.answer.remote(released).future().add_done_callback(heard)
 
     def _find_late(self) -> None:
-        awake_since = wall_clock().awake_since
+        awake_since = awake_clock().awake_since
         for pool in self._pools:
             if not pool.alive and awake_since(pool.born) > self._longest_s:
                 raise RunLost(f"Ray has not answered while {pool.name} was restarted")
@@ -569,7 +588,7 @@ class RayWorkerGroup:
         """Tells which process ended, in which call, and what Ray knows of it."""
         running = [f for f in self._sender.unfinished(pool) if f.refs and not f.aside]
         during = f" in {running[0].role}.{running[0].method}" if running else ""
-        return f"{pool.where(rank)} died{during}: {last_line(error)}"
+        return f"{pool.state(rank).where} died{during}: {last_line(error)}"
 
     def _lose(self, pool: RayPool, why: str) -> None:
         waits.mirror(pool.name, ())
@@ -617,7 +636,7 @@ class RayWorkerGroup:
     # How they end.
 
     def _lose_cluster(self, why: str) -> None:
-        end_daemons()  # so that whoever waits for one hears of it
+        local_cluster.end_daemons()  # so that whoever waits for one hears of it
         self._sender.fail(RunLost(why))
 
     def _lose_head(self, why: str) -> None:
@@ -635,9 +654,10 @@ class RayWorkerGroup:
         for thread in [*self._threads]:
             if thread.is_alive():  # it may never have been started
                 thread.join(max(0.0, end - time.monotonic()))
-        if self.ending or not usable() or not bounded(self._end, END_S):
+        answers = not self.ending and local_cluster.usable()
+        if not (answers and local_cluster.call_within(self._end, END_S)):
             end_here(self._pools)
-            leave(answers=False)
+            local_cluster.leave(answers=False)
 
     def _end(self) -> None:
         for pool in self._pools:
@@ -645,7 +665,7 @@ class RayWorkerGroup:
                 with suppress(RayError):
                     worker.stop.remote()
         kill(self._pools)
-        if self._reserved is not None and in_cluster():
+        if self._reserved is not None and local_cluster.in_cluster():
             with suppress(Exception):
                 remove_placement_group(self._reserved)
 
@@ -681,9 +701,8 @@ def make_role(make_roles: MakeRoles, placement: Placement, pool: int, role: str)
 
 def check_nodes(pool: RayPool) -> None:
     """Raises `RunLost` where a pool cannot come back, since its node has left the cluster."""
-    if started_here():  # its GCS, which Ray would ask, may be what has ended
-        trouble = ended_daemon()
-        if trouble is not None:
+    if local_cluster.started_here():  # its GCS, which Ray would ask, may be what has ended
+        if (trouble := local_cluster.ended_daemon()) is not None:
             raise RunLost(trouble)
         return
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -695,17 +714,12 @@ def check_nodes(pool: RayPool) -> None:
 
 def diagnosis(pool: RayPool, rank: int, number: int) -> str:
     """Tells what a process does, whose call of that number is late, as far as anybody can tell."""
-    answer, state, now = pool.answers.get(rank), pool.state(rank), time.monotonic()
-    found = stacks(pool, rank, number)
+    answer, state, found = pool.answers.get(rank), pool.state(rank), stacks(pool, rank, number)
     if answer is None:
-        return f"{pool.where(rank)} has never answered; {found}"
-    ago, reported = now - state.heard, f", {state.detail}" if state.detail else ""
+        return f"{state.where} has never answered; {found}"
+    ago = time.monotonic() - state.heard
     silent = f" (it last answered {ago:.1f} s ago)" if ago > SILENT_S else ""
-    return (
-        f"{pool.where(rank)} in phase '{state.phase}' for {now - state.since:.1f} s"
-        f"{reported}{silent}\n"
-        f"device memory: {answer.memory}\nstack of the worker:\n{found}"
-    )
+    return state.diagnosis(answer.memory, found, silent)
 
 
 def stacks(pool: RayPool, rank: int, number: int | None = None) -> str:
@@ -719,7 +733,7 @@ def stacks(pool: RayPool, rank: int, number: int | None = None) -> str:
         return "(it has never answered)"
     info = pool.info[rank]
     try:
-        found = _there(pool, rank, look, info.pid, info.stacks_file)
+        found = _there(pool, rank, examine_process, info.pid, info.stacks_file)
         if isinstance(found, ray.ObjectRef):
             found = ray.get(found, timeout=2 * STACKS_S)
         return str(found)
@@ -732,7 +746,8 @@ def kill(pools: Sequence[RayPool]) -> None:
     asked: list[object] = []
     for pool in pools:
         pool.alive = False
-    if started_here() and not usable():  # Ray would wait for its GCS, and end this process then
+    # Ray would wait for its GCS, and end this process then.
+    if local_cluster.started_here() and not local_cluster.usable():
         end_here(pools)
         return
     for pool in pools:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl.process.awake_clock import GAP_S, TICK_S, AwakeClock
 from jaxrl.process.user_process import Call, CodeFailed
-from jaxrl.process.wall_clock import GAP_S, TICK_S, WallClock
 from jaxrl.rewards.functions import find
 from jaxrl.rewards.reward_pool import Item, RewardPool
 from jaxrl.runtime.worker import DeadlineExceeded, LocalFuture, LocalWorker
@@ -28,7 +28,7 @@ class Clock:
         return self.now
 
 
-def tick(watch: WallClock, clock: Clock, seconds: float) -> None:
+def tick(watch: AwakeClock, clock: Clock, seconds: float) -> None:
     """The process is awake for so long."""
     for _ in range(round(seconds / TICK_S)):
         clock.now += TICK_S
@@ -37,7 +37,7 @@ def tick(watch: WallClock, clock: Clock, seconds: float) -> None:
 
 def test_time_asleep_does_not_count_wherever_it_lies() -> None:
     clock = Clock()
-    watch = WallClock(clock)
+    watch = AwakeClock(clock)
     tick(watch, clock, 10)
     assert watch.awake_since(1000) == pytest.approx(10)
     began = watch.awake()
@@ -52,7 +52,7 @@ def test_time_asleep_does_not_count_wherever_it_lies() -> None:
 
 def test_a_busy_machine_is_awake() -> None:
     clock = Clock()
-    watch = WallClock(clock)
+    watch = AwakeClock(clock)
     for _ in range(10):
         clock.now += GAP_S
         watch.look()
@@ -61,10 +61,10 @@ def test_a_busy_machine_is_awake() -> None:
 
 def test_a_call_is_late_by_the_time_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    watch = WallClock(clock)
-    monkeypatch.setattr("jaxrl.process.wall_clock._wall_clock", watch)
+    watch = AwakeClock(clock)
+    monkeypatch.setattr("jaxrl.process.awake_clock._awake_clock", watch)
     worker = LocalWorker("actor")
-    call = LocalFuture("actor", "update", (), {}, 600, False, worker)
+    call = LocalFuture("actor", "update", (), {}, 600, False, False, worker)
     call.times.started = clock.now
     clock.now += 3600
     call.check()
@@ -80,7 +80,7 @@ def test_a_call_is_late_by_the_time_awake(monkeypatch: pytest.MonkeyPatch) -> No
 def frozen(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of deadlines stands still until its `now` is changed."""
     clock = Clock()
-    monkeypatch.setattr("jaxrl.process.wall_clock._wall_clock", WallClock(clock))
+    monkeypatch.setattr("jaxrl.process.awake_clock._awake_clock", AwakeClock(clock))
     return clock
 
 
@@ -101,7 +101,7 @@ def test_code_of_the_user_is_late_by_the_time_awake(frozen: Clock, tmp_path: Pat
 def test_what_is_awaited_is_late_by_the_time_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the user's code that blocks the process is none of the time asleep."""
     clock = Clock()
-    monkeypatch.setattr("jaxrl.process.user_process.clock", watch := WallClock(clock))
+    monkeypatch.setattr("jaxrl.process.user_process.clock", watch := AwakeClock(clock))
 
     def runs(seconds: float) -> object:
         with open(os.devnull, "wb") as nobody:
@@ -112,7 +112,7 @@ def test_what_is_awaited_is_late_by_the_time_awake(monkeypatch: pytest.MonkeyPat
     clock.now += 10 * GAP_S
     watch.look(busy=True)
     assert watch.awake_since(1000) == pytest.approx(10 * GAP_S)
-    monkeypatch.setattr("jaxrl.process.user_process.clock", WallClock())
+    monkeypatch.setattr("jaxrl.process.user_process.clock", AwakeClock())
     with pytest.raises(CodeFailed, match="awaited call was cancelled"):
         runs(60)
 

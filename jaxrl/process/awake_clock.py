@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
@@ -15,7 +14,6 @@ TICK_S = 0.5
 """Seconds between two looks at the clock."""
 GAP_S = 3.0
 """Seconds between two looks from which on the process was not awake."""
-MOST_GAPS = 1000
 TEMPORARY = (408, 429, 502, 503, 504)
 """Statuses that say nothing about the request: the network stalled, or the server is busy."""
 
@@ -36,7 +34,7 @@ def retry_after(status: int, headers: Any) -> float | None:
     return None
 
 
-class WallClock:
+class AwakeClock:
     """A clock by which deadlines do not run while this process is frozen: by Ctrl-Z, a debugger or
     a paused virtual machine. When it goes on, every running call would be late, though its end
     could not have been heard of. A thread looks at the clock every `TICK_S`; where two looks lie
@@ -46,11 +44,9 @@ class WallClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._last = clock()
-        self._gaps: deque[tuple[float, float]] = deque(maxlen=MOST_GAPS)
+        self._began = self._last = clock()
+        self._gaps: list[tuple[float, float]] = []
         """End and seconds of each."""
-        self._asleep = 0.0
-        """Seconds of all gaps."""
 
     def look(self, busy: bool = False) -> float:
         """Notes how long nobody has looked; returns the time now. `busy`: the one who looks could
@@ -59,16 +55,13 @@ class WallClock:
             now = self._clock()
             if now - self._last > GAP_S and not busy:
                 self._gaps.append((now, now - self._last - TICK_S))
-                self._asleep += self._gaps[-1][1]
             self._last = now
             return now
 
     def awake(self) -> float:
         """Returns the seconds in which the process was awake, since some moment: what deadlines are
         counted by from their start on."""
-        self.look()
-        with self._lock:
-            return self._last - self._asleep
+        return self.awake_since(self._began)
 
     def awake_since(self, at: float) -> float:
         """Returns the seconds since `at` in which the process was awake."""
@@ -85,14 +78,14 @@ class WallClock:
 
 
 _starting = threading.Lock()
-_wall_clock: WallClock | None = None
+_awake_clock: AwakeClock | None = None
 
 
-def wall_clock() -> WallClock:
+def awake_clock() -> AwakeClock:
     """Returns the clock of this process, which a thread looks at from the first question on."""
-    global _wall_clock
+    global _awake_clock
     with _starting:
-        if _wall_clock is None:
-            _wall_clock = WallClock()
-            threading.Thread(target=_wall_clock.watch, name="wall_clock", daemon=True).start()
-        return _wall_clock
+        if _awake_clock is None:
+            _awake_clock = AwakeClock()
+            threading.Thread(target=_awake_clock.watch, name="awake_clock", daemon=True).start()
+        return _awake_clock
