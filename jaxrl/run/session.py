@@ -6,7 +6,7 @@ same folder. Only who decides what comes next differs.
 
 from __future__ import annotations
 
-import atexit
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as CallFuture
 from concurrent.futures import ThreadPoolExecutor
@@ -131,7 +131,7 @@ class RunSession:
     def keep(self, stack: ExitStack) -> None:
         """Takes what ends the run: at `close`, at the latest when Python ends."""
         self._stack = stack
-        atexit.register(self.close)
+        _open.append(self)
 
     # What it is.
 
@@ -410,7 +410,8 @@ class RunSession:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        if self in _open:
+            _open.remove(self)
         with self._stack:
             self._thread.shutdown(wait=False)
             if self._lost is not None:
@@ -421,9 +422,9 @@ class RunSession:
             if self.step == self.config.steps or self._run.stopped is not None:
                 end_run(self._run, self.step)
                 return
-            saved = f"saved in {self.run_dir}" if self.step else "nothing is trained"
+            kept = self._kept() if self.step else "nothing is trained"
             self._run.notify(
-                f"the session ended at step {self.step} of {self.config.steps}; {saved}"
+                f"the session ended at step {self.step} of {self.config.steps}; {kept}"
             )
 
     # How it works.
@@ -435,13 +436,17 @@ class RunSession:
                 "the session is closed: jaxrl.session(...) with the same run resumes it"
             )
         if self._lost is not None:
-            saved = self._run.checkpoints.newest
-            kept = "nothing is saved" if saved is None else f"the newest checkpoint is of {saved}"
             raise RunError(
-                f"the run has ended at step {self.step}, {kept}; close the session and start it"
-                f" again. What ended it: {self._lost}"
+                f"the run has ended at step {self.step}, {self._kept()}; close the session and"
+                f" start it again. What ended it: {self._lost}"
             ) from self._lost
         self._settle()
+
+    def _kept(self) -> str:
+        saved = self._run.checkpoints.newest
+        if saved == self.step:
+            return f"saved in {self.run_dir}"
+        return "nothing is saved" if saved is None else f"the newest checkpoint is of {saved}"
 
     def _settle(self) -> None:
         """Waits for the latest update, up to its row."""
@@ -534,3 +539,21 @@ class RunSession:
         if batch.owner is not self:
             raise UserError(f"{call}: the batch is of another session: sample it here")
         self._check_next(batch.step, call)
+
+
+_open: list[RunSession] = []
+"""Those that nobody has closed."""
+
+
+def _close_open() -> None:
+    while _open:
+        left = _open[-1]
+        try:
+            left.close()
+        except Exception as error:  # the others are saved all the same
+            left._run.notify(f"{left!r} could not be ended: {error}")
+
+
+# What `atexit` has comes after the end of all pools of threads, which checkpoints need; this comes
+# before it, as the function of `concurrent.futures` that ends them.
+threading._register_atexit(_close_open)  # type: ignore[attr-defined]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +313,71 @@ def test_an_error_of_the_body_counts_and_what_was_trained_is_saved(
             1 / 0  # noqa: B018
     train(config(models, tmp_path / "run", "gspo"))
     assert_same(tmp_path / "run", whole("gspo"))
+
+
+OPEN = """
+from concurrent.futures import ThreadPoolExecutor
+from jaxrl.run import session
+
+class Broken:
+    _run = type("Run", (), {"notify": print})
+    def close(self):
+        session._open.remove(self)
+        raise OSError("no space")
+
+class Open(Broken):
+    def close(self):
+        session._open.remove(self)
+        print(ThreadPoolExecutor(1).submit(lambda: "saved").result())
+
+session._open += [Open(), Broken()]
+1 / 0
+"""
+
+
+def end_of(script: str) -> str:
+    """Returns what a script that fails at its end prints until Python has ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=300,
+        check=False,
+    )
+    assert done.stderr.strip().endswith("ZeroDivisionError: division by zero"), done.stderr
+    return done.stdout
+
+
+def test_sessions_that_a_script_leaves_open_end_while_threads_can_begin() -> None:
+    """Which writing a checkpoint needs. Pools of threads end before what `atexit` has."""
+    broken, saved = end_of(OPEN).splitlines()
+    assert broken.endswith("could not be ended: no space") and saved == "saved"
+
+
+LEFT = """
+import jaxrl
+
+s = jaxrl.session({path!r})
+s.update(s.score(s.sample(next(s.prompts()))))
+1 / 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_session_left_open_says_whether_its_steps_are_saved(
+    models: list[str], tmp_path: Path, kept: bool
+) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "keys.yaml").write_text(config(models, run, "gspo").dump())
+    if not kept:  # nothing can be written there
+        run.mkdir()
+        (run / "checkpoints").write_text("")
+    told = end_of(LEFT.format(path=str(tmp_path / "keys.yaml")))
+    ended = f"saved in {run}" if kept else "nothing is saved"
+    assert f"the session ended at step 1 of 3; {ended}" in told
+    assert (run / "checkpoints" / "1" / "manifest.json").is_file() == kept
 
 
 def stops(completions: list[str]) -> list[float]:
