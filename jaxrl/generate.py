@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, counted
 
 if TYPE_CHECKING:
     from jaxrl.checkpoint.model_source import Model
@@ -108,6 +108,7 @@ def generate(
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
     )
     inputs = TemplateInputs(tuple(tools), check_arguments(chat_template_arguments or {}))
+    chat = True if chat is None and chat_template is not None else chat
     asked, each = as_asked(model, prompts, chat, inputs)
     groups = sample_prompts(model, asked, each, n=n, sampling=sampling, seed=seed)[0]
     return [[replace(one, tokens=tuple(one.tokens)) for one in group] for group in groups]
@@ -138,7 +139,8 @@ def main(argv: Sequence[str]) -> None:
     sampling = replace(sampling, eos_ids=end_ids(model.config.eos_ids, model.tokenizer))
     n, seed = arguments.n, arguments.seed
     shared = TemplateInputs(arguments=arguments.chat_template_arguments or {})
-    prompts, inputs = as_asked(model, rows, arguments.chat, shared)
+    chat = True if arguments.chat is None and arguments.chat_template else arguments.chat
+    prompts, inputs = as_asked(model, rows, chat, shared)
     before = compilations()
     completions, stats = sample_prompts(model, prompts, inputs, n=n, sampling=sampling, seed=seed)
     lines = []
@@ -154,22 +156,22 @@ def main(argv: Sequence[str]) -> None:
             lines.append(json.dumps(row, ensure_ascii=False))
             if out is None:
                 text = prompt if isinstance(prompt, str) else row["messages"][-1]["content"]
-                about = "{finish_reason}, {tokens} tokens, log-prob {logprob:.2f}".format(**row)
+                size = counted(row["tokens"], "token")
+                about = f"{row['finish_reason']}, {size}, log-prob {row['logprob']:.2f}"
                 print(f"prompt:     {text}\ncompletion: {completion.text}\n[{about}]\n")
     if out is not None:
         write_lines("--out", out, lines)
-        print(f"{len(lines)} completions in {out}")
+        print(f"{counted(len(lines), 'completion')} in {out}")
     print(_took(stats, compilations().since(before)))
 
 
 def _took(stats: EngineStats, compiled: Compilations) -> str:
     """Writes the seconds of sampling: all of it, the compiler's part, and the speed of decoding
     alone, from launches that compiled nothing, where these sampled enough tokens to tell it."""
-    text = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s"
+    text = f"{counted(stats.generated_tokens, 'token')} in {stats.seconds:.2f} s"
     if compiled.programs:
-        text += (
-            f", {compiled.seconds:.2f} s of it for the compilation of {compiled.programs} programs"
-        )
+        programs = counted(compiled.programs, "program")
+        text += f", {compiled.seconds:.2f} s of it for the compilation of {programs}"
     if stats.steady_tokens < LEAST_TOKENS:
         return text
     speed = stats.steady_tokens / stats.steady_seconds
@@ -203,7 +205,7 @@ def _parser() -> cli.Parser:
         action=BooleanOptionalAction,
         default=None,
         help="text prompts become a user's turn of a chat, or stay text (default: as data.chat of"
-        " the model's run says; of other models they stay text)",
+        " the model's run says; of other models they stay text, unless --chat-template is given)",
     )
     add(
         "--chat-template",

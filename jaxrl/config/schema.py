@@ -625,11 +625,13 @@ def _run_rules(c: Config) -> Iterator[Rule]:
     )
     allowed = c.resume_changed if isinstance(c.resume_changed, tuple) else ()
     paths = [key.path for key in config_keys.keys(type(c))]
+    sections = [group.path for group in config_keys.groups(type(c)) if group.path]
     for word in allowed:
         named = config_keys.under(word, paths) or any(
             config_keys.under(path, [word]) for path in paths
         )
-        yield not named, f"resume_changed names {word!r}{near(word, paths)}, which is no key"
+        hint = near(word, [*sections, *paths])
+        yield not named, f"resume_changed names {word!r}{hint}, which is no key or section"
     longer = c.environment.name is not None and (c.environment.turn_tokens or 0) > c.max_new_tokens
     why = "a turn may be longer than the whole episode"
     yield longer, "environment.turn_tokens max_new_tokens", why, "a lower turn_tokens"

@@ -58,8 +58,6 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
         return gguf.read_tokenizer(place)
     if not hf.has_tokenizer(place):
         return None
-    # It advises to install PyTorch, which nothing here needs.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # take seconds
 
     whole = (place / hf.TOKENIZER).is_file()

@@ -20,7 +20,7 @@ from jaxrl.checkpoint.writer import free_gb, load_rollout
 from jaxrl.config.schema import Config
 from jaxrl.data.example import Split
 from jaxrl.data.tokenizer import decode_text
-from jaxrl.errors import RunError, UserError
+from jaxrl.errors import RunError, UserError, counted
 from jaxrl.formats.opened import has_changed
 from jaxrl.models.kernels import GPU
 from jaxrl.plan import make_plan, target_plan
@@ -376,11 +376,11 @@ def _summary(run: Run) -> list[str]:
     last_row: Row = run.metrics.last or {"step": folder.step}
     first_step, took = run.first_step_at, time.monotonic() - run.started
     stopped = stop_of(sessions(folder.path))
-    lines = [f"done: {last_row['step'] - run.start} steps in {took:.0f} s"]
+    lines = [f"done: {counted(last_row['step'] - run.start, 'step')} in {took:.0f} s"]
     if first_step is not None:
         lines[0] += f", the first after {first_step - run.started:.0f} s"
     if run.start:
-        lines[0] += f"; {last_row['step']} steps in all"
+        lines[0] += f"; {counted(last_row['step'], 'step')} in all"
     first, last = first_row.get("eval/accuracy"), last_row.get("eval/accuracy")
     if first is not None and last is not None:
         line = f"accuracy on held-out prompts: {first:.1%} before, {last:.1%} after"

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from tiny_tokenizer import CHATML
 
+import jaxrl
 from jaxrl.checkpoint.model_source import resolve_model, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import load_tokenizer, read_chat_template
 from jaxrl.errors import UserError
 from jaxrl.formats.hf import TokenizerFiles, save_tokenizer
+from jaxrl.run import generation
 from jaxrl.run.evaluation import prepare_evaluation
 from jaxrl.run.job import dependencies, make_job
 
@@ -73,6 +75,37 @@ def test_an_evaluation_renders_with_it(config: Config, tmp_path: Path) -> None:
     (run / "config.yaml").write_text(config.dump())
     (tmp_path / "loud.jinja").unlink()
     assert prepare_evaluation(resolve_model(run), None, [], None).tokenizer.chat_template == LOUD
+
+
+class Asked(Exception):
+    """Ends a call of generate before it samples."""
+
+
+def test_texts_are_a_users_turn_where_a_template_is_given(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the command and from Python; unless the call says that they stay text."""
+
+    def asked(model: object, prompts: object, *more: object, **options: object) -> None:
+        raise Asked(prompts)
+
+    monkeypatch.setattr(generation, "sample_prompts", asked)
+    template = str(tmp_path / "loud.jinja")
+    found = []
+    for chat in (None, True, False):
+        words = [] if chat is None else ["--chat" if chat else "--no-chat"]
+        words = ["builtin:student", "--prompt", "1+1=", "--chat-template", template, *words]
+        calls = (
+            lambda words=words: jaxrl.generate.main(words),
+            lambda chat=chat: jaxrl.generate(
+                "builtin:student", ["1+1="], chat=chat, chat_template=template
+            ),
+        )
+        for call in calls:
+            with pytest.raises(Asked) as end:
+                call()
+            found.append(end.value.args[0])
+    assert found[0] == found[1] == found[2] == found[3] != found[4] == found[5] == ["1+1="]
 
 
 def test_one_template_takes_the_place_of_all() -> None:

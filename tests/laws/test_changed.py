@@ -90,7 +90,13 @@ def check(key):
 
 
 @pytest.mark.parametrize(
-    ("word", "told"), [("optimizer.lr", "did you mean"), ("sead", "did you mean seed")]
+    ("word", "told"),
+    [
+        ("optimizer.lr", "did you mean"),
+        ("sead", "did you mean seed"),
+        ("samplng", "did you mean sampling\\?"),
+        ("student.lroa", "did you mean student.lora\\?"),
+    ],
 )
 def test_words_that_name_no_key_are_refused(word, told):
     with pytest.raises(UserError, match=rf"resume_changed names '{word}'.*{told}.* is no key"):
