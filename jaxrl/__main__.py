@@ -11,22 +11,8 @@ from typing import NoReturn
 
 from jaxrl import __version__
 from jaxrl.config import cli
+from jaxrl.config.cli import COMMANDS
 from jaxrl.errors import UserError, near
-
-COMMANDS = {
-    "train": ("jaxrl.train", "train a policy: distillation, rewards, or the data's completions"),
-    "evaluate": ("jaxrl.evaluate", "accuracy and pass@k of any checkpoint"),
-    "generate": ("jaxrl.generate", "sample from any checkpoint"),
-    "export": ("jaxrl.export", "write a Hugging Face folder"),
-    "report": ("jaxrl.report.__main__", "one HTML page of a run, or of several"),
-    "plot": ("jaxrl.telemetry.plot", "the curves of runs as a picture"),
-    "devices": ("jaxrl.devices", "who has which device, here and in a cluster"),
-    "data show": ("jaxrl.run.show_data", "rows of data as a run learns them: text, tokens, mask"),
-    "score": ("jaxrl.score.__main__", "store a teacher's scores of data, to train without it"),
-    "serve-teacher": ("jaxrl.serve_teacher", "serve a teacher to one run or several"),
-}
-"""Name -> its module, and what it does."""
-
 
 USAGE = """usage: jaxrl COMMAND [--help] ... | jaxrl --version
 

@@ -114,7 +114,7 @@ def _parser() -> cli.Parser:
     add("--mesh", metavar="SPEC", help=f"devices, as in rollout=4 (default {EVALUATED_MESH})")
     add("--out", metavar="FILE.json", help="write the numbers and the settings there")
     add("--samples", metavar="FILE.jsonl", help="write every completion with its score there")
-    add("overrides", nargs="*", metavar="key=value", help="set a key, as in eval.samples=8")
+    add("overrides", nargs="*", metavar=cli.KEY_VALUE, help="set a key, as in eval.samples=8")
     return parser
 
 

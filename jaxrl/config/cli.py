@@ -60,8 +60,26 @@ ARGUMENTS = {
 }
 """Key -> the argument of the Python functions that stands for it."""
 
-NAMES = {"show_data": "data show"}
-"""Module of a command -> its name, where that is another."""
+KEY_VALUE = "key=value"
+"""What help calls positional words that are keys alone."""
+
+COMMANDS = {
+    "train": ("jaxrl.train", "train a policy: distillation, rewards, or the data's completions"),
+    "evaluate": ("jaxrl.evaluate", "accuracy and pass@k of any checkpoint"),
+    "generate": ("jaxrl.generate", "sample from any checkpoint"),
+    "export": ("jaxrl.export", "write a Hugging Face folder"),
+    "report": ("jaxrl.report.__main__", "one HTML page of a run, or of several"),
+    "plot": ("jaxrl.telemetry.plot", "the curves of runs as a picture"),
+    "devices": ("jaxrl.devices", "who has which device, here and in a cluster"),
+    "data show": ("jaxrl.run.show_data", "rows of data as a run learns them: text, tokens, mask"),
+    "score": ("jaxrl.score.__main__", "store a teacher's scores of data, to train without it"),
+    "serve-teacher": ("jaxrl.serve_teacher", "serve a teacher to one run or several"),
+    "completion": (
+        "jaxrl.config.completion",
+        "a script by which bash, zsh or fish completes all this",
+    ),
+}
+"""Name -> its module, and what it does."""
 
 Command = Callable[[Sequence[str]], int | None]
 
@@ -103,6 +121,16 @@ class Parser(argparse.ArgumentParser):
             default=argparse.SUPPRESS,
             help="this, or about some config keys" if self._reads_keys else "show this",
         )
+
+    @property
+    def actions(self) -> Sequence[argparse.Action]:
+        """Returns the options and positional words."""
+        return self._actions
+
+    @property
+    def keys(self) -> list[config_keys.Key]:
+        """Returns the config keys that the command reads."""
+        return [key for group in key_help.taken(self._keys) for key in group.keys]
 
     def help_about(self, words: Sequence[str]) -> str:
         """Returns the text of `--help`, or of `--help WORD`.
@@ -149,7 +177,7 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, word: str) -> str:
         option, equals, value = word.partition("=")
         name = option.lstrip("-").replace("-", "_")
-        known = [key.path for group in key_help.taken(self._keys) for key in group.keys]
+        known = [key.path for key in self.keys]
         if name in known:
             return f" (write {name}={value if equals else 'VALUE'}, without dashes)"
         written = "; keys are written key=VALUE, without dashes"
@@ -172,15 +200,23 @@ class _Help(argparse.Action):
     ) -> NoReturn:
         assert isinstance(parser, Parser)
         print(parser.help_about(list(values or ())), end="")
-        parser.exit()
+        raise HelpShown(parser)
+
+
+class HelpShown(SystemExit):
+    """Ends a command whose help was asked for; has the command's parser."""
+
+    def __init__(self, parser: Parser) -> None:
+        super().__init__(0)
+        self.parser = parser
 
 
 def called_as(module: str) -> str:
     """Returns how this command was called: `jaxrl train`, or `python -m` with a module."""
     main = sys.modules["__main__"]
     started = main.__spec__.name if main.__spec__ is not None else ""
-    name = module.rpartition(".")[2]
-    command = NAMES.get(name) or name.replace("_", "-")
+    named = (name for name, (of, _) in COMMANDS.items() if of.removesuffix(".__main__") == module)
+    command = next(named, module.rpartition(".")[2].replace("_", "-"))
     if started == "jaxrl.__main__":
         return f"python -m jaxrl {command}"
     if not started and Path(sys.argv[0]).name == "jaxrl":
@@ -218,7 +254,7 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> argparse
         kind: Any = values if metavar else {"action": "store_true"}
         parser.add_argument(f"--{option}", help=words.format(*choices), **kind)
     words = "set a key, as in steps=10; last one wins"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=words)
+    parser.add_argument("overrides", nargs="*", metavar=KEY_VALUE, help=words)
     arguments = parser.parse(argv)
     overrides = list(arguments.overrides)
     for key in ("mesh", "resume", "launcher"):

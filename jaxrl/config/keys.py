@@ -59,6 +59,8 @@ class Key:
     """Its default value."""
     required: bool
     """True when there is no default."""
+    choices: tuple[str, ...]
+    """Its values, where these are some words; empty where they are any text, numbers, ..."""
     doc: str
     """The docstring under the field, on one line."""
     on_resume: OnResume
@@ -98,6 +100,7 @@ def groups(model: type[Section], prefix: str = "") -> Iterator[Group]:
             type=_type_name(field.annotation),
             default=None if field.is_required() else field.default,
             required=field.is_required(),
+            choices=_choices(field.annotation),
             doc=" ".join((field.description or "").split()),
             on_resume=next((m for m in field.metadata if isinstance(m, OnResume)), model.on_resume),
         )
@@ -278,6 +281,20 @@ def other_libraries() -> tuple[dict[str, list[str]], dict[str, str], dict[str, s
             aliases.setdefault(name, []).append(key)
     absent = {name: why for why, names in table["absent"].items() for name in names.split()}
     return aliases, absent, table["trees"]
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is bool:
+        return "true", "false"
+    if origin is Literal:
+        return tuple(map(str, arguments))
+    if hasattr(annotation, "__metadata__") or origin is tuple:
+        return _choices(arguments[0])
+    if origin in (Union, types.UnionType):
+        found = tuple(choice for argument in arguments for choice in _choices(argument))
+        return (*found, "null") if found and type(None) in arguments else found
+    return ()
 
 
 def _type_name(annotation: Any) -> str:

@@ -116,7 +116,7 @@ def _parser() -> cli.Parser:
         help="the teacher samples N completions of each prompt, and scores these (distill.seq_kd)",
     )
     add("--mesh", metavar="SPEC", help="devices, as in teacher=4 (default: all)")
-    add("overrides", nargs="*", metavar="key=value", help="set a key, as in max_new_tokens=1024")
+    add("overrides", nargs="*", metavar=cli.KEY_VALUE, help="set a key, as in max_new_tokens=1024")
     return parser
 
 

@@ -18,10 +18,10 @@ import pytest
 from cases import and_slow
 
 import jaxrl
-from jaxrl.__main__ import COMMANDS
 from jaxrl.__main__ import main as command_main
 from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
+from jaxrl.config.cli import COMMANDS
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import UserError, near, unknown, user_input
 from jaxrl.export import main as export

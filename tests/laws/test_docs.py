@@ -17,8 +17,8 @@ from one_layer import cut_models, take_cut_models
 from pages import COMMAND_PAGES, DOCS, PAGES, ROOT, blocks, name_of, script
 
 import jaxrl
-from jaxrl.__main__ import COMMANDS
 from jaxrl.checkpoint.model_source import resolve_model
+from jaxrl.config.cli import COMMANDS
 from jaxrl.config.keys import keys
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config

@@ -62,8 +62,8 @@ import contextlib, io, json, sys
 from importlib import import_module
 import jaxrl
 from jaxrl import Config
-from jaxrl.__main__ import COMMANDS
 from jaxrl.config import cli
+from jaxrl.config.cli import COMMANDS
 
 modules = [module for module, _ in COMMANDS.values()] + sys.argv[1:]
 for module, *argv in [
