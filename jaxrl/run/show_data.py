@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import assignments
 from jaxrl.errors import UserError, counted
 from jaxrl.process.json_types import JsonObject
-from jaxrl.process.streams import Output
+from jaxrl.process.streams import Output, terminal_width
 
 if TYPE_CHECKING:
     from typing import IO
@@ -113,7 +112,7 @@ def print_rows(config: Config, rows: Iterable[ShownRow]) -> None:
     """Prints rows on standard output, in colour where that is a terminal."""
     from rich.console import Console
 
-    width = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
+    width = terminal_width() if sys.stdout.isatty() else WIDTH
     file = cast("IO[str]", Output(sys.stdout))
     console = Console(file=file, width=width, highlight=False, force_jupyter=False)
     console.print(f"algorithm={config.algorithm}: {what_is_learned(config)}", markup=False)
