@@ -169,10 +169,9 @@ def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[Change]:
         anew = "start a new run with --resume never, " if new.run_dir is None else ""
         more = [f"and {len(refused) - 8} more"] if refused[8:] else []
         way = f"; resume_changed=[{','.join(unasked)}] allows these changes" if unasked else ""
+        first = f"run_dir={run_dir} holds a run with another config:"
         raise UserError(
-            "\n  ".join(
-                [f"run_dir={run_dir} holds a run with another config:", *refused[:8], *more]
-            )
+            "\n  ".join([first, *refused[:8], *more])
             + f"\nname another run_dir (or name), {anew}or set these back to resume that run{way}"
         )
     return found

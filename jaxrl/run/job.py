@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import cloudpickle
 
@@ -308,15 +309,9 @@ class Job(Setup):
     ) -> Setup:
         """Returns the workers' part of the job, once meshes and folder are known."""
         kept = {one.name: getattr(self, one.name) for one in fields(Setup)}
+        kept |= {"run_dir": run_dir, "restore": restore, "opened": dict(opened)}
         multiple = math.lcm(*(sizes.rows for sizes in axes.values()))
-        return replace(
-            Setup(**kept),
-            row_multiple=multiple,
-            run_dir=run_dir,
-            restore=restore,
-            first_prompts=dict(first_prompts),
-            opened=dict(opened),
-        )
+        return Setup(**kept | {"row_multiple": multiple, "first_prompts": dict(first_prompts)})
 
     def first_rows(self, count: int) -> list[ShownRow]:
         """Returns the rows that the run reads first, at most all of an epoch."""
@@ -571,21 +566,13 @@ def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFuncti
 
 
 def episodes(
-    config: Config,
-    tokenizer: Tokenizer,
-    notify: Callable[[str], None],
-    *,
-    run_dir: Path | None = None,
-    given: Mapping[str, bytes] = MappingProxyType({}),
+    config: Config, tokenizer: Tokenizer, notify: Callable[[str], None], **how: Any
 ) -> Episodes | None:
-    """Returns the environments of the run, or None if completions are single turns.
-
-    Args:
-        run_dir: where their answers are recorded; None: nowhere.
-    """
+    """Returns the environments of the run, as `Episodes` makes them; None if completions are single
+    turns."""
     if config.environment.name is None:
         return None
-    return Episodes(config, tokenizer, run_dir=run_dir, notify=notify, given=given)
+    return Episodes(config, tokenizer, notify=notify, **how)
 
 
 def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:

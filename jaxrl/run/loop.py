@@ -66,10 +66,8 @@ class Calls:
         """Number of batches that the actor was asked to train on."""
         self._by_hand = by_hand
         self._config, self._ahead, self._lazy = config, SCHEDULES[config.schedule], config.lazy
-        self._role_calls, self._deadlines = (
-            protocols.role_calls(config),
-            protocols.call_deadlines(config),
-        )
+        self._role_calls = protocols.role_calls(config)
+        self._deadlines = protocols.call_deadlines(config)
         self._open: list[tuple[str, int, Future[object]]] = []
         """Kind, row and future of the calls that may not have ended."""
         self.kind, self.row = "publish", 0

@@ -10,7 +10,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
@@ -21,8 +21,6 @@ from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import Output, terminal_width
 
 if TYPE_CHECKING:
-    from typing import IO
-
     from jaxrl.data.shown_rows import ShownRow
 
 READ = ("seed", "algorithm", "max_prompt_tokens", "max_new_tokens", "student", "teacher", "data")
