@@ -136,10 +136,7 @@ def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Pl
 
 
 def run_config(
-    config: Config,
-    given: PythonObjects,
-    on_step: OnStep | None = None,
-    notes: Sequence[str] = (),
+    config: Config, given: PythonObjects, on_step: OnStep | None = None, notes: Sequence[str] = ()
 ) -> Path:
     """Does the work of `jaxrl.train`. Returns the run directory."""
     interrupt = interrupt_of(config)

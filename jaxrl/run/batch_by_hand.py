@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl.algorithms.methods import method_of, objective_of
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, counted, short, shown, unknown
-from jaxrl.rewards.batch_rewards import RewardReport, with_rewards
+from jaxrl.rewards.batch_rewards import RewardReport, as_rewards, with_rewards
 from jaxrl.runtime.worker import Future, done_future
 from jaxrl.types import Prompt, Rollout, TokenValues, TrainBatch
 
@@ -205,9 +205,7 @@ class BatchByHand:
             if name not in report.per_reward:
                 raise unknown("reward", name, report.per_reward)
             array = self._array(f"batch.rewards[{name!r}]", values, (self._shape[:1],))
-            if np.isinf(array).any():
-                raise UserError(f"batch.rewards[{name!r}] has an infinite number")
-            changed[name] = self._padded(array, np.nan)
+            changed[name] = self._padded(as_rewards(array), np.nan)
         ids = self.rollout.group_ids
         report = with_rewards(self.owner.config.rewards, report, changed, ids)
         self._set(replace(report, advantages=None))
