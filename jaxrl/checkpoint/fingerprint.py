@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,7 @@ def digest_model(place: Path, weights: bool = True) -> str:
         parts = gguf_parts(place.name)
         if len(parts) == 1:
             return digest_file(place)
-        digests = [(name, digest_file(place.with_name(name))) for name in parts]
-        return hashlib.sha256(repr(digests).encode()).hexdigest()
+        return _digest_files(place.with_name(name) for name in parts)
     if hub.is_commit(place):
         return place.name  # other programs may add files of that commit
     try:
@@ -58,10 +58,9 @@ def digest_model(place: Path, weights: bool = True) -> str:
         wanted = (*DESCRIPTIONS, *WEIGHTS) if weights else DESCRIPTIONS
         found = [path for path in sorted(place.iterdir()) if path.suffix in wanted]
         found += sorted(place.glob(NAMED_TEMPLATES))
-        digests = [(path.name, digest_file(path)) for path in found if path.is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{place} cannot be read: {error}") from error
-    return hashlib.sha256(repr(digests).encode()).hexdigest()
+    return _digest_files(path for path in found if path.is_file())
 
 
 BASE_WEIGHTS = "student.model, weights under the adapters"
@@ -73,7 +72,10 @@ def digest_weights(place: Path) -> str:
     wherever they are, and whatever tokenizer is with them."""
     if place.is_file() or (place / store.MANIFEST).exists():
         return digest_model(place)
-    files, _ = hf.weight_files(place, hf.SINGLE, hf.INDEX)
+    return _digest_files(hf.weight_files(place, hf.SINGLE, hf.INDEX)[0])
+
+
+def _digest_files(files: Iterable[Path]) -> str:
     digests = [(file.name, digest_file(file)) for file in files]
     return hashlib.sha256(repr(digests).encode()).hexdigest()
 
@@ -156,8 +158,7 @@ def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[Change]:
             continue
         if key.path == "student.model" and _given_model(before) == _given_model(now) is not None:
             continue
-        changed = f"{_shown(_apart(before, now))} there, {_shown(_apart(now, before))} now"
-        line = f"{key.path}: {changed}"
+        line = f"{key.path}: {_shown(before, now)} there, {_shown(now, before)} now"
         if why := rule.why if rule.how == "refused" else rule.unless(before, now, asked):
             refused.append(f"{line} ({why})")
         elif rule.how == "asked" and not allows(new, key.path):
@@ -168,10 +169,9 @@ def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[Change]:
         anew = "start a new run with --resume never, " if new.run_dir is None else ""
         more = [f"and {len(refused) - 8} more"] if refused[8:] else []
         way = f"; resume_changed=[{','.join(unasked)}] allows these changes" if unasked else ""
+        first = f"run_dir={run_dir} holds a run with another config:"
         raise UserError(
-            "\n  ".join(
-                [f"run_dir={run_dir} holds a run with another config:", *refused[:8], *more]
-            )
+            "\n  ".join([first, *refused[:8], *more])
             + f"\nname another run_dir (or name), {anew}or set these back to resume that run{way}"
         )
     return found
@@ -232,11 +232,8 @@ def _at(mapping: object, path: str) -> Any:
     return mapping
 
 
-def _apart(value: object, other: object) -> object:
-    if not isinstance(value, dict) or not isinstance(other, dict):
-        return value
-    return {name: one for name, one in value.items() if other.get(name, _ABSENT) != one}
-
-
-def _shown(value: object) -> str:
+def _shown(value: object, other: object) -> str:
+    """Returns a value for a message; of a mapping what the other one has not."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        value = {name: one for name, one in value.items() if other.get(name, _ABSENT) != one}
     return short("null" if value is None else str(value), 60)

@@ -13,12 +13,13 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from jaxrl.data.example import Example, Part
 from jaxrl.data.rows import Keys, as_json, kind, to_example
 from jaxrl.errors import UserError
-from jaxrl.process.plugin import code_files, load_object, user_error
+from jaxrl.process.plugin import code_files, load_object, user_code
 
 READ_WHOLE = 100_000
 """Rows up to which data are read whole, unless their function takes `start`."""
@@ -28,6 +29,7 @@ NOMINAL = 2**40
 """Length of rows whose number is not known."""
 START = "start"
 """Parameter of a function of rows: the number of the first that is wanted."""
+_END = object()
 
 
 class RowsInOrder:
@@ -46,9 +48,8 @@ class RowsInOrder:
             digest: of the code.
             passes_over: `make` makes the rows before as well.
         """
-        self._passes_over = passes_over
-        self._make, self.name, self._code = make, name, digest
-        self._next, self._rows = 0, make(0)
+        self._make, self.name, self._code, self._passes_over = make, name, digest, passes_over
+        self._next, self._rows = 0, self._from(0)
         self._whole = True  # they were read from row 0 on
         self._latest: deque[Any] = deque(maxlen=KEPT)
         self._length: int | None = None
@@ -58,24 +59,21 @@ class RowsInOrder:
             index %= self._length
         first = self._next - len(self._latest)
         if index < first or (index > self._next + KEPT and not self._passes_over):
-            self._rows, self._next, self._whole = self._make(index), index, index == 0
+            self._rows, self._next, self._whole = self._from(index), index, index == 0
             self._latest.clear()
             first = index
         while self._next <= index:
-            try:
-                row = next(self._rows)
-            except StopIteration:
-                self._length = self._next if self._whole else sum(1 for _ in self._make(0))
+            if (row := next(self._rows, _END)) is _END:
+                self._length = self._next if self._whole else sum(1 for _ in self._from(0))
                 if not self._length:
-                    raise UserError(f"{self.name}: no rows") from None
+                    raise UserError(f"{self.name}: no rows")
                 return self[index]
-            except UserError:
-                raise
-            except Exception as error:
-                raise user_error(f"{self.name}: row {self._next}", error) from error
             self._latest.append(row)
             self._next += 1
         return self._latest[index - self._next]
+
+    def _from(self, start: int) -> Iterator[Any]:
+        return _named(self._make(start), self.name, start)
 
     def digest(self) -> str:
         """Computes a digest of the code and of the first row."""
@@ -114,27 +112,32 @@ class EndlessRows(Part):
         return f"{self._label}: {self.where(index)}"
 
 
-def read_ahead(rows: Iterable[Any], name: str) -> list[Any] | RowsInOrder:
+def read_ahead(
+    rows: Iterable[Any], name: str, digest: str = "", again: Callable[[], Any] | None = None
+) -> list[Any] | RowsInOrder:
     """Returns all rows of an iterable, or, where there are more than `READ_WHOLE`, what reads them
-    in their order: of an iterator once."""
-    again, found = iter(rows) is not rows, iter(rows)
-    first = _take(found, name)
+    in their order.
+
+    Args:
+        digest: of the code that makes them.
+        again: returns them once more; None: an iterator is read once.
+    """
+    found = iter(rows)
+    once, anew = again is None and found is rows, again or partial(iter, rows)
+    first = list(itertools.islice(_named(found, name), READ_WHOLE + 1))
     if len(first) <= READ_WHOLE:
         return first
-    begun = [False]
+    begun = [itertools.chain(first, found)]
 
     def make(start: int) -> Iterator[Any]:
-        if again:
-            return itertools.islice(iter(rows), start, None)
-        if begun[0]:
+        if once and not begun:
             raise UserError(
                 f"{name}: row {start} is needed again, or the rows have ended, and an iterator can"
                 " be read once: give a function that returns a new one"
             )
-        begun[0] = True
-        return itertools.chain(first, found)
+        return itertools.islice(begun.pop() if begun else anew(), start, None)
 
-    return RowsInOrder(make, name)
+    return RowsInOrder(make, name, digest)
 
 
 def call_rows(function: Callable[..., Any], name: str, digest: str = "") -> Any:
@@ -158,28 +161,13 @@ def call_rows(function: Callable[..., Any], name: str, digest: str = "") -> Any:
         )
 
     def call(**arguments: int) -> Any:
-        try:
+        with user_code(name):
             return function(**arguments)
-        except UserError:
-            raise
-        except Exception as error:
-            raise user_error(name, error) from error
 
     if START in parameters:
         return RowsInOrder(lambda start: iter(call(start=start)), name, digest, passes_over=False)
     rows = call()
-    if not hasattr(rows, "__next__"):
-        return rows
-    first = _take(rows, name)
-    if len(first) <= READ_WHOLE:
-        return first
-    made = [itertools.chain(first, rows)]
-
-    def make(start: int) -> Iterator[Any]:
-        found = made.pop() if made else iter(call())  # the first call's, then others
-        return itertools.islice(found, start, None)
-
-    return RowsInOrder(make, name, digest)
+    return read_ahead(rows, name, digest, call) if hasattr(rows, "__next__") else rows
 
 
 def file_rows(spec: str) -> Any:
@@ -191,13 +179,11 @@ def file_rows(spec: str) -> Any:
     return call_rows(found, spec, files)
 
 
-def _take(rows: Iterator[Any], name: str) -> list[Any]:
-    taken: list[Any] = []
-    try:
-        for row in itertools.islice(rows, READ_WHOLE + 1):
-            taken.append(row)
-    except UserError:
-        raise
-    except Exception as error:
-        raise user_error(f"{name}: row {len(taken)}", error) from error
-    return taken
+def _named(rows: Iterator[Any], name: str, number: int = 0) -> Iterator[Any]:
+    """Yields rows; the error of the code that makes them names the row."""
+    for at in itertools.count(number):
+        with user_code(f"{name}: row {at}"):
+            row = next(rows, _END)
+        if row is _END:
+            return
+        yield row

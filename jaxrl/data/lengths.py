@@ -69,9 +69,8 @@ class Lengths:
         """Returns a line of figures and, where more than `TOLERATED` are too long, a warning."""
         n, key, found = len(self.tokens), KEYS[self.of], self.to_json()
         fate = "left out" if self.left_out else "cut"
-        which = f"all {n:,}" if n == self.rows else f"the first {n:,} in the run's order"
-        if n != self.rows and self.rows is not None:
-            which = f"the first {n:,} of {self.rows:,} in the run's order"
+        of = "" if self.rows is None else f" of {self.rows:,}"
+        which = f"all {n:,}" if n == self.rows else f"the first {n:,}{of} in the run's order"
         line = (
             f"{self.source}: tokens of {self.of}: mean {found['mean']:,.1f},"
             f" p90 {found['p90']:,.0f}, max {found['max']:,} ({which});"

@@ -140,7 +140,8 @@ class ShownRow:
 
     def lines(self, width: int) -> Iterator[Text]:
         """Yields the lines for a screen of `width` characters."""
-        from rich.console import Console  # a tenth of a second
+        from rich.cells import chop_cells  # a tenth of a second
+        from rich.console import Console
         from rich.text import Text
 
         console = Console(width=width)
@@ -153,22 +154,23 @@ class ShownRow:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             facts.append((f"column {readable(name)}", readable(text)))
         yield Text(self.where, "bold")
+        room = max(width - INDENT, LEAST_WIDTH)
         for name, text in facts:
-            room = max(width - INDENT, LEAST_WIDTH)
-            for number, line in enumerate(Text(short(text, MOST)).wrap(console, room)):
-                line.rstrip()
+            for number, words in enumerate(Text(short(text, MOST)).wrap(console, room)):
+                words.rstrip()
                 head = "" if number else name
                 if len(head) >= INDENT:
                     yield Text(head)
                     head = ""
-                yield Text.assemble((f"{head:<{INDENT}}", "dim"), line)
+                yield Text.assemble((f"{head:<{INDENT}}", "dim"), words)
         for view in self.views:
             yield Text("")
             yield Text(view.heading(), "bold")
             yield Text(f"text ({MARK} learned)" if any(view.learned) else "text", "dim")
+            room = max(width - len(MARK) - 1, LEAST_WIDTH)
             for span in view.spans:
-                for words in text_lines(span.text, width - len(MARK) - 1):
-                    yield _marked(span, words)
+                for line in re.findall("[^\n]*\n|[^\n]+", span.text):  # `\u21b5` may end each
+                    yield from (_marked(span, w) for w in chop_cells(readable(line), room))
             yield Text("tokens: the number of the first in a line; id and text of each", "dim")
             at, digits = 0, len(str(len(view.tokens)))
             for span in view.spans:
@@ -181,15 +183,6 @@ def _marked(span: TokenSpan, line: str) -> Text:
     from rich.text import Text
 
     return Text(f"{MARK if span.learned else ' ' * len(MARK)} {line}", LEARNED * span.learned)
-
-
-def text_lines(text: str, width: int) -> Iterator[str]:
-    """Yields a text in lines of at most `width` columns; one that ends with `\u21b5` ends there in
-    the text, too."""
-    from rich.cells import chop_cells
-
-    for line in re.findall("[^\n]*\n|[^\n]+", text):
-        yield from chop_cells(readable(line), max(width, LEAST_WIDTH))
 
 
 def _token_lines(span: TokenSpan, width: int) -> Iterator[tuple[int, str]]:

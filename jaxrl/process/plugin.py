@@ -13,8 +13,8 @@ import pickletools
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.machinery import PathFinder
@@ -301,6 +301,17 @@ def user_error(what: str, error: Exception) -> UserError:
     )
 
 
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Turns what code of the user's raises inside into a UserError (`user_error`)."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise user_error(what, error) from error
+
+
 @dataclass(frozen=True)
 class BoundFunction:
     """A function or class of the user's with the arguments that a config gives it. Hashable.
@@ -325,12 +336,8 @@ class BoundFunction:
 
     def run(self, *given: Any, **named: Any) -> Any:
         """Calls it with what is given and its arguments; raises as `__call__`."""
-        try:
+        with user_code(f"{self.what} {self.name}"):
             return self.call(*given, **named, **dict(self.arguments))
-        except UserError:
-            raise
-        except Exception as error:
-            raise user_error(f"{self.what} {self.name}", error) from error
 
     @property
     def name(self) -> str:

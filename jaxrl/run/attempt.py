@@ -96,11 +96,8 @@ def checks(
         said, job = check_job(config, given, elsewhere)
         notes.extend(said)
 
-    for check in (
-        partial(check_trackers, config.logging),
-        partial(check_run_dir, config),
-        check_data,
-    ):
+    first = partial(check_trackers, config.logging), partial(check_run_dir, config)
+    for check in (*first, check_data):
         try:
             check()
         except (UserError, RunError) as error:
@@ -139,10 +136,7 @@ def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Pl
 
 
 def run_config(
-    config: Config,
-    given: PythonObjects,
-    on_step: OnStep | None = None,
-    notes: Sequence[str] = (),
+    config: Config, given: PythonObjects, on_step: OnStep | None = None, notes: Sequence[str] = ()
 ) -> Path:
     """Does the work of `jaxrl.train`. Returns the run directory."""
     interrupt = interrupt_of(config)
@@ -206,12 +200,9 @@ def _run(run: Run) -> None:
             return _attempt(run)
         except OutOfMemory as error:
             role, peaks = str(error).partition(".")[0], run.plan.peaks
-            lines = [str(error)]
-            if role in peaks:
-                lines.append(
-                    f"planned for {role}: {peaks[role] / 1e9:.2f} GB on its fullest device"
-                )
-            raise RunError("\n".join((*lines, *run.plan.relief(role)))) from error
+            planned = f"planned for {role}: {peaks.get(role, 0) / 1e9:.2f} GB on its fullest device"
+            lines = [str(error), *[planned][: role in peaks], *run.plan.relief(role)]
+            raise RunError("\n".join(lines)) from error
         except RunLost as error:
             if run.interrupt.asked:
                 raise

@@ -6,7 +6,7 @@ completions right-padded, so that all completions begin at the same column.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl.algorithms.methods import method_of, objective_of
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, counted, short, shown, unknown
-from jaxrl.rewards.batch_rewards import RewardReport, with_rewards
+from jaxrl.rewards.batch_rewards import RewardReport, as_rewards, with_rewards
 from jaxrl.runtime.worker import Future, done_future
 from jaxrl.types import Prompt, Rollout, TokenValues, TrainBatch
 
@@ -79,9 +79,6 @@ class Prompts(Sequence[Prompt]):
     def __getitem__(self, index: Any) -> Any:
         return self.prompts[index]
 
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.prompts)
-
     def __repr__(self) -> str:
         rows = self.prompts[:ROWS]
         columns: dict[str, Sequence[object]] = {
@@ -123,10 +120,8 @@ class BatchByHand:
     """None before `score`."""
     _report: RewardReport | None = None
     """With the rewards and advantages as they are now, where they were assigned."""
-    _before: TokenValues | None = None
-    """Of the policy before the update."""
-    _now: dict[int, TokenValues] = field(default_factory=dict)
-    """Step -> of the policy after it, the latest that was asked for."""
+    _values: dict[int, TokenValues] = field(default_factory=dict)
+    """Step -> what the policy after it makes of the batch, where that was asked for."""
 
     # What was sampled.
 
@@ -210,9 +205,7 @@ class BatchByHand:
             if name not in report.per_reward:
                 raise unknown("reward", name, report.per_reward)
             array = self._array(f"batch.rewards[{name!r}]", values, (self._shape[:1],))
-            if np.isinf(array).any():
-                raise UserError(f"batch.rewards[{name!r}] has an infinite number")
-            changed[name] = self._padded(array, np.nan)
+            changed[name] = self._padded(as_rewards(array), np.nan)
         ids = self.rollout.group_ids
         report = with_rewards(self.owner.config.rewards, report, changed, ids)
         self._set(replace(report, advantages=None))
@@ -272,26 +265,21 @@ class BatchByHand:
         the update: that frees the teacher's scores.
         """
         self._check_scored()
-        found = self._values_before("divergence").divergence
+        found = self._values_after(self.step - 1, "divergence").divergence
         return None if found is None else self._wide(found)
 
     @property
     def entropy(self) -> np.ndarray:
         """Returns [B, T] float32, nats: the entropy of the policy before the update at each token
         that trains, at the sampling temperature. Computed when first read, as `divergence`."""
-        return self._wide(self._values_before("entropy").entropy)
+        return self._wide(self._values_after(self.step - 1, "entropy").entropy)
 
     @property
     def learner_logprobs(self) -> np.ndarray:
         """Returns [B, T] float32, nats: log-probs of the completion tokens under the policy in
         training as it is now, at the sampling temperature. Computed when first read, and again when
         read after an update."""
-        step = self.owner.step
-        if self.step > step:
-            return self._wide(self._values_before("learner_logprobs").logprobs)
-        if step not in self._now:
-            self._now = {step: self.owner.inspect(self)}
-        return self._wide(self._now[step].logprobs)
+        return self._wide(self._values_after(self.owner.step, "learner_logprobs").logprobs)
 
     @property
     def ratio(self) -> np.ndarray | None:
@@ -327,13 +315,14 @@ class BatchByHand:
             "end": [made.completions[i].finish_reason for i in rows],
         }
         if made.policy_version >= 0:
-            totals = self.logprobs.sum(-1)
-            columns["logprob"] = [float(totals[i]) for i in rows]
+            columns["logprob"] = list(self.logprobs.sum(-1)[: len(rows)])
         if self.scored is not None:
             columns |= {name: list(values[: len(rows)]) for name, values in self.rewards.items()}
             if (advantages := self.advantages) is not None:
-                mean = advantages if advantages.ndim == 1 else _mean(advantages, self.loss_mask)
-                columns["advantage"] = list(mean[: len(rows)])
+                if advantages.ndim == 2:  # their mean
+                    n_trained = self.loss_mask.sum(-1).clip(1)
+                    advantages = (advantages * self.loss_mask).sum(-1) / n_trained
+                columns["advantage"] = list(advantages[: len(rows)])
         return Table.of(title + shown_rows, columns)
 
     def row(self, row: int) -> Table:
@@ -355,7 +344,7 @@ class BatchByHand:
         if self.scored is not None and (advantages := self.advantages) is not None:
             wide = advantages[:, None] if advantages.ndim == 1 else advantages
             arrays["advantage"] = np.broadcast_to(wide, self._shape)
-        if self.step > self.owner.step or self._before is not None:
+        if self.step - 1 in (self.owner.step, *self._values):
             if self.scored is not None:
                 arrays["divergence"] = self.divergence
             arrays["entropy"] = self.entropy
@@ -369,22 +358,17 @@ class BatchByHand:
     @property
     def scores(self) -> Scores:
         """Returns the scores as they are now, with rewards and advantages that were assigned."""
-        self._check_scored()
-        assert self.scored is not None
+        scored = self._check_scored()
         if self._report is None:
-            return self.scored
+            return scored
         future: Future[Any] = done_future(self._report)
-        future.times = self.scored["reward"][0].times
-        return {**self.scored, "reward": [future]}
+        future.times = scored["reward"][0].times
+        return {**scored, "reward": [future]}
 
     @property
     def _rewards_now(self) -> RewardReport | None:
-        self._check_scored()
-        assert self.scored is not None
-        if self._report is not None or "reward" not in self.scored:
-            return self._report
-        report: RewardReport = self.scored["reward"][0].result()
-        return report
+        parts = self.scores.get("reward")
+        return None if parts is None else parts[0].result()
 
     @cached_property
     def _rewarded(self) -> TrainBatch | None:
@@ -414,21 +398,22 @@ class BatchByHand:
             raise UserError(f"batch.{name}: step {self.step} is trained already")
         return report
 
-    def _check_scored(self) -> None:
+    def _check_scored(self) -> Scores:
         if self.scored is None:
             raise UserError(
                 f"the batch of step {self.step} is not scored yet: batch = s.score(batch)"
             )
+        return self.scored
 
-    def _values_before(self, name: str) -> TokenValues:
-        if self._before is None:
-            if self.step <= self.owner.step:
+    def _values_after(self, step: int, name: str) -> TokenValues:
+        if step not in self._values:
+            if step != self.owner.step:
                 raise UserError(
                     f"batch.{name} is that of the policy before the update, and step {self.step} is"
                     " trained already: read it before s.update(batch)"
                 )
-            self._before = self.owner.inspect(self)
-        return self._before
+            self._values[step] = self.owner.inspect(self)
+        return self._values[step]
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -459,7 +444,3 @@ class BatchByHand:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise UserError(f"{name} has the shape {list(array.shape)}; it must be {wanted}")
         return array
-
-
-def _mean(array: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    return np.where(mask, array, 0).sum(-1) / np.maximum(mask.sum(-1), 1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import cloudpickle
 
@@ -308,15 +309,9 @@ class Job(Setup):
     ) -> Setup:
         """Returns the workers' part of the job, once meshes and folder are known."""
         kept = {one.name: getattr(self, one.name) for one in fields(Setup)}
+        kept |= {"run_dir": run_dir, "restore": restore, "opened": dict(opened)}
         multiple = math.lcm(*(sizes.rows for sizes in axes.values()))
-        return replace(
-            Setup(**kept),
-            row_multiple=multiple,
-            run_dir=run_dir,
-            restore=restore,
-            first_prompts=dict(first_prompts),
-            opened=dict(opened),
-        )
+        return Setup(**kept | {"row_multiple": multiple, "first_prompts": dict(first_prompts)})
 
     def first_rows(self, count: int) -> list[ShownRow]:
         """Returns the rows that the run reads first, at most all of an epoch."""
@@ -364,14 +359,11 @@ class TrainRows:
 def train_rows(config: Config, given: PythonObjects = NOTHING) -> TrainRows:
     """Opens the data, and the tokenizers that read them; raises UserError as `make_job`. No row is
     read yet, but those of files that are read at once."""
-    source = open_source(
-        config.data.train, config.seed, "train", row_keys(config), given=given.rows
-    )
-    student, tokenizer, eos_ids, notes = _student(config)
-    fitted = Student(config=student.config, tokenizer=tokenizer, end_ids=eos_ids)
-    teacher = kind_of(config).find(config, fitted)
-    rows = student.config.vocab_size
-    encode = encoder(config, tokenizer, eos_ids, rows, True, teacher.prompt_tokenizer)
+    keys, given_rows = row_keys(config), given.rows
+    source = open_source(config.data.train, config.seed, "train", keys, given=given_rows)
+    student, fitted, teacher, notes = _models_of(config)
+    read = fitted.tokenizer, fitted.end_ids, fitted.config.vocab_size
+    encode = encoder(config, *read, True, teacher.prompt_tokenizer)
     return TrainRows(source, encode, student, fitted, teacher, notes)
 
 
@@ -501,13 +493,15 @@ def _column_notes(
     return notes + unread_notes("data.train", columns, read, passed_to)
 
 
-def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], Sequence[str]]:
-    """Returns the student, its tokenizer, the tokens that end its completions, and notes where
-    tokenizer and config say other things."""
+def _models_of(config: Config) -> tuple[ModelSource, Student, Teacher, Sequence[str]]:
+    """Returns the student, what its teacher has to fit of it, the teacher, and notes where the
+    student's tokenizer and its config say other things."""
     student = resolve_student(config).for_length(longest_sequence(config))
     tokenizer = student.tokenizer(config.data.chat_date)
-    eos_ids, notes = completion_ends(student, tokenizer), token_notes(config, student, tokenizer)
-    return student.ending_at(eos_ids), tokenizer, eos_ids, notes
+    ends, notes = completion_ends(student, tokenizer), token_notes(config, student, tokenizer)
+    student = student.ending_at(ends)
+    fitted = Student(config=student.config, tokenizer=tokenizer, end_ids=ends)
+    return student, fitted, kind_of(config).find(config, fitted), notes
 
 
 def _check_keys(config: Config) -> None:
@@ -553,26 +547,15 @@ def check_job(
     if described:
         notes.append("data: prompts are not tokenized, as a model has only its config.json here")
     else:
-        student, tokenizer, eos_ids, _ = _student(config)
-        fitted = Student(config=student.config, tokenizer=tokenizer, end_ids=eos_ids)
-        kind_of(config).find(config, fitted)
+        _models_of(config)
     return [*notes, *_check_code(config, given, prompts, columns)], None
 
 
 def _untokenized(example: Example) -> Prompt:
-    if isinstance(example.prompt, str):
-        text, chat = example.prompt, False
-    else:
-        text, chat = "\n".join(str(m.get("content") or "") for m in example.prompt), True
-    return Prompt(
-        0,
-        (),
-        text,
-        answer=example.answer,
-        columns=example.columns,
-        answer_value=example.answer_value,
-        conversational=chat,
-    )
+    said, known = example.prompt, ("answer", "answer_value", "columns")
+    text = said if isinstance(said, str) else "\n".join(str(m.get("content") or "") for m in said)
+    prompt = Prompt(0, (), text, conversational=not isinstance(said, str))
+    return replace(prompt, **{name: getattr(example, name) for name in known})
 
 
 def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFunctions:
@@ -583,21 +566,13 @@ def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFuncti
 
 
 def episodes(
-    config: Config,
-    tokenizer: Tokenizer,
-    notify: Callable[[str], None],
-    *,
-    run_dir: Path | None = None,
-    given: Mapping[str, bytes] = MappingProxyType({}),
+    config: Config, tokenizer: Tokenizer, notify: Callable[[str], None], **how: Any
 ) -> Episodes | None:
-    """Returns the environments of the run, or None if completions are single turns.
-
-    Args:
-        run_dir: where their answers are recorded; None: nowhere.
-    """
+    """Returns the environments of the run, as `Episodes` makes them; None if completions are single
+    turns."""
     if config.environment.name is None:
         return None
-    return Episodes(config, tokenizer, run_dir=run_dir, notify=notify, given=given)
+    return Episodes(config, tokenizer, notify=notify, **how)
 
 
 def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
@@ -644,17 +619,14 @@ def dependencies(job: Job) -> dict[str, str]:
         prompts = repr([(prompt.text, prompt.answer) for prompt in one.prompts])
         name = f"data.eval.{one.name}" if one.name else "data.eval"
         found[name] = hashlib.sha256(prompts.encode()).hexdigest()
-    for _, digest in _inputs(job):
-        found |= digest()
-    return found
+    return found | _digests(job)
 
 
 def check_inputs(setup: Setup, role: str) -> None:
     """Raises UserError where something that the worker of a role is about to open, maybe again, is
     not what the run began with."""
-    for key, digest in _inputs(setup):
-        if key.startswith(READS[role]) and (names := changes(dict(setup.opened), digest())):
-            raise has_changed(f"what {' and '.join(names)} names")
+    if names := changes(dict(setup.opened), _digests(setup, READS[role])):
+        raise has_changed(f"what {' and '.join(names)} names")
 
 
 def may_have_changed(setup: Setup, role: str, file: str) -> bool:
@@ -699,34 +671,31 @@ def _models(setup: Setup) -> Iterator[tuple[str, str, Path, Callable[[Path], str
                 yield owner, f"{owner}={asked}", find_folder(asked), digest_model
 
 
-def _inputs(setup: Setup) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
-    """Yields the key of each thing that the roles of a run open, and a function that maps it, by
-    key and value, to its digest now."""
+def _digests(setup: Setup, read: tuple[str, ...] = ("",)) -> dict[str, str]:
+    """Maps what the roles of a run open, by key and value, to its digest now.
 
-    def model(name: str, place: Path, digest: Callable[[Path], str]) -> dict[str, str]:
-        return {name: digest(place)}
-
-    for key, name, place, digest in _models(setup):
-        yield key, partial(model, name, place, digest)
-    templates = (setup.config.student.chat_template, setup.config.teacher.chat_template)
-    for key, template in zip(TEMPLATES, templates, strict=True):
-        if template is not None:
-            where = user_path(template)
-            yield key, partial(model, f"{key}={template}", where, _template_digest)
-    yield from setup.teacher.inputs()
+    Args:
+        read: how the keys begin that count.
+    """
+    models = [one for one in _models(setup) if one[0].startswith(read)]
+    found = {name: digest(place) for _, name, place, digest in models}
     config = setup.config
+    templates = (config.student.chat_template, config.teacher.chat_template)
+    for key, template in zip(TEMPLATES, templates, strict=True):
+        if template is not None and key.startswith(read):
+            content = tokenizers.read_chat_template(str(user_path(template)))
+            found[f"{key}={template}"] = hashlib.sha256(content.encode()).hexdigest()
+    for key, digests in setup.teacher.inputs():
+        found |= digests() if key.startswith(read) else {}
     named = [("environment.name", config.environment.name), ("algorithm", str(config.algorithm))]
     family = config.student.family or source_of(setup.student.config.family)
     named.append(("student.family", family))
     if config.learns_from_rewards:
         named += [("reward.functions", text) for text in config.reward.functions]
     for key, text in named:
-        if text is not None and not text.startswith(PYTHON):  # else the config has its digest
-            yield key, partial(_code_digests, key, text)
-
-
-def _template_digest(place: Path) -> str:
-    return hashlib.sha256(tokenizers.read_chat_template(str(place)).encode()).hexdigest()
+        if text is not None and key.startswith(read) and not text.startswith(PYTHON):
+            found |= _code_digests(key, text)  # of Python's own, the config has the digest
+    return found
 
 
 def _code_digests(key: str, text: str) -> dict[str, str]:

@@ -66,10 +66,8 @@ class Calls:
         """Number of batches that the actor was asked to train on."""
         self._by_hand = by_hand
         self._config, self._ahead, self._lazy = config, SCHEDULES[config.schedule], config.lazy
-        self._role_calls, self._deadlines = (
-            protocols.role_calls(config),
-            protocols.call_deadlines(config),
-        )
+        self._role_calls = protocols.role_calls(config)
+        self._deadlines = protocols.call_deadlines(config)
         self._open: list[tuple[str, int, Future[object]]] = []
         """Kind, row and future of the calls that may not have ended."""
         self.kind, self.row = "publish", 0
@@ -207,13 +205,19 @@ class Loop:
         in_flight, ahead = len(rollouts), not self._followers
         staleness = SCHEDULES[self.config.schedule]
         self._schedule = Schedule.resume(step, in_flight, self.config.steps, staleness, ahead)
-        if step > 0:
-            self._resume(step, rollouts, evaluated)
+        if step == 0:
+            self._publish(0)
+            for role in self.sources.evaluated:
+                asked = self.calls.call(role, protocols.SamplingRole.sample, self.sources.held_out)
+                self.futures[f"eval.{role}", 0] = asked
             return
-        self._publish(0)
-        for role in self.sources.evaluated:
-            asked = self.calls.call(role, protocols.SamplingRole.sample, self.sources.held_out)
-            self.futures[f"eval.{role}", 0] = asked
+        self._saved = self.calls.submitted = step
+        self.calls.kind, self.calls.row = "publish", step
+        self._publish(step, evaluate=not evaluated)
+        self._reported = step
+        self.reporter.amend(step, self._take(step))
+        for index, rollout in rollouts.items():
+            self.futures["rollout", index] = done_future(rollout)
 
     def act(self, action: Action) -> None:
         """Makes the calls of an action: of `train` also those of a save that is due then, of
@@ -245,15 +249,6 @@ class Loop:
                     self.save(index + 1)
             else:
                 self._publish(index)
-
-    def _resume(self, step: int, rollouts: Mapping[int, Rollout], evaluated: bool) -> None:
-        self._saved = self.calls.submitted = step
-        self.calls.kind, self.calls.row = "publish", step
-        self._publish(step, evaluate=not evaluated)
-        self._reported = step
-        self.reporter.amend(step, self._take(step))
-        for index, rollout in rollouts.items():
-            self.futures["rollout", index] = done_future(rollout)
 
     def _publish(self, version: int, evaluate: bool = True) -> None:
         """Sends new weights to the rollout, unless it will sample nothing with them, and to the

@@ -68,11 +68,7 @@ NOTHING = PythonObjects()
 
 @contextmanager
 def bound(
-    config: GivenConfig,
-    model: GivenModel = None,
-    *,
-    dry: bool = False,
-    **objects: Any,
+    config: GivenConfig, model: GivenModel = None, *, dry: bool = False, **objects: Any
 ) -> Iterator[tuple[Config, PythonObjects]]:
     """Gives the config of a run with the objects that it names (`bind`).
 
@@ -188,10 +184,7 @@ def _place_rewards(functions: Mapping[str, bytes], mapping: JsonObject) -> JsonO
 
 
 def entries(
-    data: Rows,
-    eval_data: Rows,
-    environment: GivenEnvironment,
-    algorithm: GivenAlgorithm = None,
+    data: Rows, eval_data: Rows, environment: GivenEnvironment, algorithm: GivenAlgorithm = None
 ) -> tuple[dict[str, object], PythonObjects]:
     """Returns the keys of a config that rows and an environment stand for, and these objects. A
     text in place of rows is the name of a source."""

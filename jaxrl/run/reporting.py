@@ -36,11 +36,11 @@ from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.evaluation import evaluation_row, judged
 from jaxrl.run.job import Job
-from jaxrl.run.run_dir import SESSIONS_FILE, InPlace, RunDir, check_folder
+from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, check_folder
 from jaxrl.runtime.worker import Future, Times, Wait, WorkerGroup
 from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.lines import LOG_FILE, RunLog
+from jaxrl.telemetry.lines import LOG_FILE, LineFile, RunLog
 from jaxrl.telemetry.metrics import (
     METRICS_FILE,
     SAMPLES_FILE,
@@ -200,7 +200,7 @@ class Run:
             if self.trackers is not None:
                 close = self.trackers.close
                 stack.push(lambda failed, *_: close(HURRY_S if failed else CLOSE_S))
-            growing: dict[str, InPlace] = {
+            growing: dict[str, LineFile] = {
                 METRICS_FILE: self.metrics,
                 SAMPLES_FILE: self.samples,
                 LOG_FILE: log,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.fingerprint import Change, allows, change_of, changes, compare, key_of
@@ -29,7 +28,7 @@ from jaxrl.formats import hf, peft
 from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE
 from jaxrl.process import atomic_files
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
-from jaxrl.telemetry.lines import is_in_place, time_stamp
+from jaxrl.telemetry.lines import LineFile, is_in_place, time_stamp
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, read_metrics
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 
@@ -325,20 +324,15 @@ class Lock:
         return is_in_place(self.path, self._file)
 
 
-class InPlace(Protocol):
-    """An open file, which somebody may remove."""
-
-    def in_place(self) -> bool: ...
-
-
-def check_folder(folder: RunDir, files: Mapping[str, InPlace]) -> None:
+def check_folder(folder: RunDir, files: Mapping[str, LineFile]) -> None:
     """Checks that the folder is still this run's, before it writes a checkpoint there.
 
     Raises:
         RunError: somebody removed or replaced its lock or one of these files.
     """
-    known = {**files, **({} if folder.lock is None else {LOCK: folder.lock})}
-    gone = [name for name, file in known.items() if not file.in_place()]
+    gone = [name for name, file in files.items() if not file.in_place()]
+    if folder.lock is not None and not folder.lock.in_place():
+        gone.append(LOCK)
     if gone:
         raise RunError(
             f"files of {folder.path} were removed or replaced during the run: {', '.join(gone)}."

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from jaxrl.algorithms.protocols import ActorRole, RewardRole, SamplingRole
@@ -90,9 +90,7 @@ def session(
         if made.logging.console == "auto":
             lines = made.logging.model_copy(update={"console": "plain"})
             made = made.model_copy(update={"logging": lines})
-        started = RunSession(made, given, tuple(rewards), stack)
-        started.keep(stack.pop_all())
-        return started
+        return RunSession(made, given, tuple(rewards), stack)
 
 
 class RunSession:
@@ -108,9 +106,9 @@ class RunSession:
         """
         Args:
             given, rewards: the objects that the config names, and those of `rewards=`.
-            stack: gets what ends the run and its roles.
+            stack: what ends the session closes, at `close` or at the latest when Python ends.
         """
-        self._given, self._rewards, self._stack = given, rewards, stack
+        self._given, self._rewards = given, rewards
         self._interrupt = interrupt_of(config)
         with self._interrupt.listening():
             run = self._run = stack.enter_context(open_run(config, given, self._interrupt))
@@ -127,10 +125,7 @@ class RunSession:
         self._lost: BaseException | None = None
         """What ended the run."""
         self._closed = False
-
-    def keep(self, stack: ExitStack) -> None:
-        """Takes what ends the run: at `close`, at the latest when Python ends."""
-        self._stack = stack
+        self._stack = stack.pop_all()
         _open.append(self)
 
     # What it is.
@@ -212,13 +207,14 @@ class RunSession:
                 raised `StopTraining`.
         """
         self._begin()
-        if steps is not None and (isinstance(steps, bool) or not hasattr(steps, "__index__")):
-            raise UserError(f"steps={steps!r}: must be a whole number, or None")
-        if steps is not None and steps < 1:
-            raise UserError(f"steps={steps}: must be at least 1")
+        whole = hasattr(steps, "__index__") and not isinstance(steps, bool)
+        if steps is not None and (not whole or steps < 1):
+            raise UserError(f"steps={steps!r}: must be at least 1, a whole number, or None")
         last = self.config.steps if steps is None else min(self.step + steps, self.config.steps)
-        self._run.stopped = None  # whoever asks goes on
-        return self._prompts(range(self.step, last))
+        run = self._run
+        run.stopped = None  # whoever asks goes on
+        left = takewhile(lambda _: run.stopped is None, range(self.step, last))
+        return (Prompts(index + 1, tuple(run.job.train.batch(index))) for index in left)
 
     def sample(self, prompts: Prompts) -> BatchByHand:
         """Samples the completions of the next step: `group_size` of each prompt, with the random
@@ -261,7 +257,7 @@ class RunSession:
             loop.act(Action("score", index))
             scores = loop.scores[index]
             self._join([part for parts in scores.values() for part in parts])
-        return replace(batch, scored=scores, _report=None, _before=None, _now={})
+        return replace(batch, scored=scores, _report=None, _values={})
 
     def update(self, batch: BatchByHand) -> dict[str, Any]:
         """Trains on a scored batch, sends the new weights to the roles that work with them, and
@@ -385,12 +381,7 @@ class RunSession:
         self._stack.enter_context(self._interrupt.listening())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Closes the session. `StopTraining` ends the block early, as it ends a run."""
         stops = isinstance(error, StopTraining)
         if isinstance(error, StopTraining):
@@ -423,9 +414,8 @@ class RunSession:
                 end_run(self._run, self.step)
                 return
             kept = self._kept() if self.step else "nothing is trained"
-            self._run.notify(
-                f"the session ended at step {self.step} of {self.config.steps}; {kept}"
-            )
+            of = f"{self.step} of {self.config.steps}"
+            self._run.notify(f"the session ended at step {of}; {kept}")
 
     # How it works.
 
@@ -487,12 +477,6 @@ class RunSession:
         if group.stop_asked is not self._heard:
             self._heard = self._run.stopped = group.stop_asked
 
-    def _prompts(self, indices: range) -> Iterator[Prompts]:
-        for index in indices:
-            if self._run.stopped is not None:
-                return
-            yield Prompts(index + 1, tuple(self._run.job.train.batch(index)))
-
     def _join(self, futures: Sequence[Future[Any]]) -> None:
         """Waits for calls, whose values stay where they are. Raises the error of the first that has
         one."""
@@ -516,13 +500,11 @@ class RunSession:
         if loop.sent.get("rollout") != self.step:
             loop.calls.kind = "publish"
             loop.send("rollout", self.step)
-            self._join(
-                [loop.futures.pop((f"{kind}.rollout", self.step)) for kind in ("publish", "load")]
-            )
-        groups: list[list[Completion]] = self._ask(
-            "generate", "rollout", SamplingRole.sample, prompts
-        )
-        return groups
+            sent = (f"{kind}.rollout" for kind in ("publish", "load"))
+            self._join([loop.futures.pop((kind, self.step)) for kind in sent])
+        done: list[list[Completion]]
+        done = self._ask("generate", "rollout", SamplingRole.sample, prompts)
+        return done
 
     def _check_next(self, step: int, call: str) -> None:
         if step <= self.step:

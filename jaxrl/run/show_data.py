@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
@@ -19,11 +18,9 @@ from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import assignments
 from jaxrl.errors import UserError, counted
 from jaxrl.process.json_types import JsonObject
-from jaxrl.process.streams import Output
+from jaxrl.process.streams import Output, terminal_width
 
 if TYPE_CHECKING:
-    from typing import IO
-
     from jaxrl.data.shown_rows import ShownRow
 
 READ = ("seed", "algorithm", "max_prompt_tokens", "max_new_tokens", "student", "teacher", "data")
@@ -113,7 +110,7 @@ def print_rows(config: Config, rows: Iterable[ShownRow]) -> None:
     """Prints rows on standard output, in colour where that is a terminal."""
     from rich.console import Console
 
-    width = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
+    width = terminal_width() if sys.stdout.isatty() else WIDTH
     file = cast("IO[str]", Output(sys.stdout))
     console = Console(file=file, width=width, highlight=False, force_jupyter=False)
     console.print(f"algorithm={config.algorithm}: {what_is_learned(config)}", markup=False)

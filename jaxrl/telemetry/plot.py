@@ -262,22 +262,17 @@ def read_config(run: str) -> JsonObject:
 
 def main(argv: Sequence[str]) -> None:
     parser = cli.Parser("jaxrl.telemetry.plot", __doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory or metrics.jsonl")
-    parser.add_argument("-o", "--output", required=True, help="file to write: .png, .svg or .pdf")
-    parser.add_argument(
-        "--metrics",
-        metavar="NAME,...",
-        default="",
-        help="what to draw, as reward/mean,tokens/generated or 'reward/*' (docs/metrics.md)",
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run directory or metrics.jsonl")
+    add("-o", "--output", required=True, help="file to write: .png, .svg or .pdf")
+    words = "what to draw, as reward/mean,tokens/generated or 'reward/*' (docs/metrics.md)"
+    add("--metrics", metavar="NAME,...", default="", help=words)
+    add("--x", choices=AXES, default="step", help="horizontal axis (default: step)")
+    words = (
+        "one curve for runs that differ in their seed alone (auto, the default), or that have the"
+        " same values of config keys; none: one for each run"
     )
-    parser.add_argument("--x", choices=AXES, default="step", help="horizontal axis (default: step)")
-    parser.add_argument(
-        "--group",
-        metavar="auto|none|KEY,...",
-        default="auto",
-        help="one curve for runs that differ in their seed alone (auto, the default), or that have"
-        " the same values of config keys; none: one for each run",
-    )
+    add("--group", metavar="auto|none|KEY,...", default="auto", help=words)
     arguments = parser.parse(argv)
     output = cli.check_writable("-o", arguments.output)
     if output.suffix not in SUFFIXES:

@@ -183,7 +183,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(student, tmp_path, whole, s
     by = "on_step" if hears else "reward.functions: "
     check(tmp_path, result, by, ahead)
     if place == "reward":
-        assert result.stopped["by"].endswith("code.py:length") and result.stopped["step"] == 2
+        assert result.stopped["by"].endswith("code.py:length")
+        # two_step_off scores the third batch before the second update begins, if not as it does.
+        assert result.stopped["step"] in ((1, 2) if schedule == "two_step_off" else (2,))
     again = run(student, tmp_path / "run", *asked)
     assert again.stopped is None and "stopped" in sessions(tmp_path / "run")[0]
     undisturbed = whole(schedule)

@@ -38,7 +38,14 @@ CASES = {
     "grpo-4-updates": [*GSPO, "algorithm=grpo", "actor.minibatches=3", "policy.kl_coef=0.1", HERE],
     "refill": [*GSPO, "algorithm=dapo", "policy.max_refills=1", HERE],
     "policy-as-teacher": ["teacher.model=policy", "mesh=actor+rollout+teacher=1"],
-    "opd": [*GSPO, "algorithm=gspo_token", "policy.opd_coef=0.5", "mesh=actor+rollout+teacher=1"],
+    "opd": [
+        *(key for key in GSPO if key != "teacher.model=null"),
+        "algorithm=gspo_token",
+        "policy.opd_coef=0.5",
+        "distill.signal=sampled",
+        "distill.jsd_beta=1",
+        "mesh=actor+rollout+teacher=1",
+    ],
     "sft": ["algorithm=sft", "teacher.model=null", HERE],
     "seq-kd": [
         "distill.seq_kd=true",
@@ -132,9 +139,9 @@ def look(s: RunSession, batch: BatchByHand) -> None:
         np.testing.assert_allclose(batch.learner_logprobs, batch.logprobs, atol=1e-3)
     assert (batch.entropy[mask] > 0).all() and (batch.entropy[~batch.mask] == 0).all()
     if batch.rewards:
-        (found,) = batch.rewards.values()
-        assert found.tolist() == [float(len(text)) for text in batch.texts]
-        assert batch.reward_total.tolist() == found.tolist()
+        assert batch.rewards["length"].tolist() == [float(len(text)) for text in batch.texts]
+        total = sum(batch.rewards.values())  # with dapo's penalty of what is too long
+        assert batch.reward_total.tolist() == total.tolist()
         assert batch.advantages.shape == (rows,)
     assert f"step {s.step + 1}: {rows} completions" in repr(batch)
     assert repr(batch.row(-1)).count("\n") == 1 + len(batch.rollout.completions[-1].tokens)
