@@ -235,7 +235,7 @@ def arguments(run: DescribedRun, program: Program) -> list[Any]:
         slots, longest = table.shape[0], cache[0][0].shape[decode.POSITIONS]
         longest_prompt = prompts[0][0][0].shape[decode.POSITIONS]
         steps = program.kwargs["n_tokens"]
-        columns = np.zeros((slots, 6), np.int32)
+        columns = np.zeros((slots, decode.COLUMNS), np.int32)
         columns[:, decode.TOKEN] = np.arange(slots) % below
         columns[:, decode.COUNT] = longest - steps
         columns[:, decode.POSITION] = longest_prompt + longest - steps
@@ -244,7 +244,7 @@ def arguments(run: DescribedRun, program: Program) -> list[Any]:
         )
         columns[:, decode.LIMIT] = columns[:, decode.COUNT] + steps + 1  # so that all steps run
         columns[:, decode.PROMPT] = np.arange(slots)
-        sampling = sampling_arrays(sampling_params(run.config, "train", steps), 0, 0)
+        sampling = sampling_arrays(sampling_params(run.config, "train", steps))
         return [
             *(filled(params, below), zeros(cache), put(columns, table.sharding)),
             put(np.int32(slots + 1), number.sharding),

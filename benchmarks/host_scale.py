@@ -65,9 +65,8 @@ def of_slots(slots: int, group: int, launch: int) -> list[float]:
         PartialCompletion(i, key.prompt, SampleRequest(prompt, sampling, key, LONGEST))
         for i, key in enumerate(keys)
     ]
-    seats = Slots(samples, slots, shards, launch, None)
+    seats = Slots(slots, shards, launch, None, samples)
     rows = PromptRows(shards, PER_SHARD, group, prompts)
-    prompt_keys = np.full(prompts, PROMPT - 1, np.int32)
     drawn = np.random.default_rng(0).integers(1, 1000, (launch, slots, 3), np.int32)
 
     def seat() -> None:
@@ -79,7 +78,7 @@ def of_slots(slots: int, group: int, launch: int) -> list[float]:
         seconds(seat),
         seconds(lambda: seats.append(drawn, (0,))),
         seconds(lambda: seats.shrink(lambda taken, held: None)),
-        seconds(lambda: rows.table(seats.prompts, prompt_keys)),
+        seconds(lambda: rows.table(seats.prompts, seats.starts)),
     ]
 
 

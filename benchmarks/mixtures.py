@@ -95,11 +95,14 @@ def ratios(config: DecoderConfig, params: Any) -> dict[bool, np.ndarray]:
     low = parameters.cast(params, "bfloat16")
     engine = Engine(config, None, slots=PROMPTS * EACH, launch_tokens=NEW, **lengths)
     requests = [
-        SampleRequest(prompt.tokens, SamplingParams(NEW), RandomKey(0, prompt=i, sample=k), NEW)
+        SampleRequest(
+            *(prompt.tokens, SamplingParams(NEW), RandomKey(0, prompt=i, sample=k), NEW),
+            record_experts=True,
+        )
         for i, prompt in enumerate(prompts)
         for k in range(EACH)
     ]
-    done = engine.generate(jax.jit(parameters.unstack)(low), requests, record_experts=True)
+    done = engine.generate(jax.jit(parameters.unstack)(low), requests)
     found = [done[i * EACH : (i + 1) * EACH] for i in range(PROMPTS)]
     rollout = make_rollout(prompts, found, policy_version=0, pad_id=0, **lengths)
     mesh = role_mesh(jax.devices()[:1], Axes())

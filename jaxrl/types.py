@@ -206,6 +206,8 @@ class Completion(_Tokenized):
     opening: str = ""
     """What opened thoughts just before `text`: at the end of the prompt, or of an environment's
     answer. "" where nothing did."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(index of a token, version of the weights from there on), in order; the first index is 0."""
 
     @property
     def whole_text(self) -> str:

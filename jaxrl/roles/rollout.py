@@ -327,6 +327,7 @@ class Sampler:
                     most=sampling.max_new_tokens,
                 )
             seed = self.config.seed + (0 if training else EVAL_SEED)
+            replayed = training and self.config.policy.router_replay and not self._teacher
             requests = [
                 SampleRequest(
                     (self._teacher and (prompt.teacher_generation_tokens or prompt.teacher_tokens))
@@ -336,15 +337,14 @@ class Sampler:
                     sampling.max_new_tokens,
                     turn_tokens=self.config.environment.turn_tokens,
                     environment=None if episodes is None else episodes.episode(index, sample),
+                    record_experts=replayed,
                 )
                 for index, prompt in enumerate(prompts)
                 for sample in range(n)
             ]
-            replayed = training and self.config.policy.router_replay and not self._teacher
             done = self.engine.generate(
                 self._weights,
                 requests,
-                record_experts=replayed,
                 abort=abort,
                 on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),
             )

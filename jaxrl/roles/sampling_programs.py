@@ -226,7 +226,7 @@ def engine_programs(
         how = {"within": copies, "calls": 0}
         yield program("insert again", decode.insert_recomputed, *arrays, **how)
 
-    knobs = sampling_arrays(sampling, 0, 0)
+    knobs = sampling_arrays(sampling)
     knobs = jax.tree.map(lambda x: array(x.shape, x.dtype, PartitionSpec()), knobs)
     seats = Seats(rows(count, seats_of_row(each, samples)), rows(count), rows(engine.slots))
     pages = None
@@ -235,10 +235,11 @@ def engine_programs(
         most = pages_of(engine.cache_length(engine.max_new_tokens, engine.slots))
         pages = Pages(owners, owners, rows(engine.slots, most))
     launches = -(-sampling.max_new_tokens // engine.launch_tokens)
+    table = whole(engine.slots, decode.COLUMNS)
     yield program(
         "decode",
         decode.launch_on(engine.target, mesh),
-        *(params, slots, whole(engine.slots, 6), whole(), knobs, (shared, seats), pages),
+        *(params, slots, table, whole(), knobs, (shared, seats), pages),
         calls=launches * -(-prompts * samples // engine.slots),
         n_tokens=engine.launch_tokens,
         check_every=engine.check_every,

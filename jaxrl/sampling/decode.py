@@ -30,10 +30,11 @@ from jaxrl.sampling.sampler import SamplingArrays, draw_tokens, sample_keys, uni
 from jaxrl.sharding.axes import EXPERTS, ROWS
 from jaxrl.types import Array, Tree
 
-TOKEN, POSITION, COUNT, LIMIT, PROMPT, SAMPLE = range(6)
-"""Columns of the slot table [B, 6] int32: the token to feed next and its position, how many tokens
-the completion has and may have (a slot where they are equal is free), and the ids that seed its
-randomness."""
+TOKEN, POSITION, COUNT, LIMIT, PROMPT, SAMPLE, KEY = range(7)
+COLUMNS = KEY + 2
+"""Columns of the slot table [B, 8] int32: the token to feed next and its position, how many tokens
+the completion has and may have (a slot where they are equal is free), and what seeds its
+randomness: two ids, and the bits of `sampler.first_key`."""
 IDLE, NOT_RUN = -1, -2
 """In place of a token: the slot was free at that step; the step was not run."""
 
@@ -292,7 +293,7 @@ def launch(
         params: unstacked.
         cache: of S positions behind the prompts, donated: the first is that of the key of each
             prompt's last token. S is above every position that is reached, and all of it is read.
-        slots: [B, 6] int32, see the columns above.
+        slots: [B, 8] int32, see the columns above.
         prompts: those that slots share, and their seats.
         pages: those of `cache`, where it is a pool of them.
         check_every: static divisor of n_tokens: steps between two looks at the number of free
@@ -305,7 +306,8 @@ def launch(
         log-probs; and the experts [n_tokens, B, L, k] that the token before it passed, or None.
     """
     slots = by_rows(slots, mesh)
-    keys = by_rows(sample_keys(knobs.key, slots[:, PROMPT], slots[:, SAMPLE]), mesh)
+    first = jax.lax.bitcast_convert_type(slots[:, KEY:COLUMNS], jnp.uint32)
+    keys = by_rows(sample_keys(first, slots[:, PROMPT], slots[:, SAMPLE]), mesh)
     state = tuple(slots[:, column] for column in (TOKEN, POSITION, COUNT, LIMIT))
     held, seats = prompts
     starts = by_rows(slots[:, POSITION] - slots[:, COUNT], mesh)

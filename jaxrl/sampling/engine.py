@@ -23,9 +23,9 @@ launch are replicated to all processes, so that all make the same decisions.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -55,11 +55,11 @@ from jaxrl.sampling.partial_completion import (
     until_stop,
 )
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
-from jaxrl.sampling.slots import PagePool, PromptRows, Slots, pages_of, pool_pages
+from jaxrl.sampling.slots import PROMPTS, PagePool, PromptRows, Slots, pages_of, pool_pages
 from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
-from jaxrl.types import Completion, Turn
+from jaxrl.types import Completion, FinishReason, Turn
 
 __all__ = ["Aborted", "Engine", "EngineStats", "SamplingParams"]
 
@@ -133,11 +133,12 @@ class Engine:
         max_new_tokens: int,
         launch_tokens: int = 32,
         episodes: bool = False,
+        swaps: bool = False,
         cache_tokens: int | None = None,
         tokenizer: Tokenizer | None = None,
         ledger: Ledger | None = None,
     ):
-        """Fixes the shapes. `generate` allocates all device memory and frees it at its end.
+        """Fixes the shapes. `step` allocates all device memory, `idle` frees it.
 
         Args:
             mesh: with the axes of a role, or None for one device.
@@ -146,6 +147,7 @@ class Engine:
                 grows as far as the sequences need.
             launch_tokens: most decode steps in one launch.
             episodes: completions may be episodes (`SampleRequest.environment`).
+            swaps: `swap` may come while completions are in flight.
             cache_tokens: positions of completions that a device of each data shard holds, in pages
                 (`sampling.slots`). None: every slot has as many as the longest completion.
             tokenizer: decodes tokens to text, also to find stop strings.
@@ -171,7 +173,8 @@ class Engine:
         target = target_on(mesh)
         self.target, self.width_multiple = target, target.width_multiple
         self.episodes = episodes
-        beyond = ANSWER_TOKENS[1] if episodes else 0  # a part's padding may lie there
+        # The padding of a part that `decode.extend_slots` reads may lie there.
+        beyond = ANSWER_TOKENS[1] if episodes or swaps else 0
         self.length = round_up(max_new_tokens + beyond, target.width_multiple)
         """Most positions of a slot, behind its prompt."""
         self.pages: int | None = None
@@ -190,13 +193,107 @@ class Engine:
         self.launch = decode.launch_on(target, mesh)
         self.ledger = ledger or Ledger()
         self.stats = EngineStats()
+        self.params: Params | None = None
+        self.version = 0
+        self._decoding: _Decoding | None = None
+        self._waiting: deque[PartialCompletion] = deque()
+        """Requests that are not in `_decoding` yet."""
+        self._requests, self._prompts = 0, -1
+        """How many requests there were, and the number of the last one's prompt."""
+        self._last: SampleRequest | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Returns how many requests have no completion yet."""
+        return len(self._waiting) + (0 if self._decoding is None else self._decoding.in_flight)
+
+    def submit(self, request: SampleRequest) -> Future[Completion]:
+        """Takes a request; returns at once. Requests get slots in the order in which they come, but
+        those of another `SampleRequest.way` only when all before them have ended.
+
+        Raises:
+            UserError: the prompt or its sampling does not fit the engine.
+        """
+        last, self._last = self._last, request
+        shared = last is not None and last.key.prompt == request.key.prompt
+        if last is None or not (shared and last.prompt is request.prompt):
+            self._prompts += 1
+        self._check(request)
+        sample = PartialCompletion(self._requests, self._prompts, request)
+        self._requests += 1
+        self._waiting.append(sample)
+        return sample.future
+
+    def step(self) -> int:
+        """Runs one launch, or waits a moment for environments where all completions do. Returns the
+        number of tokens decoded.
+
+        Raises:
+            NotFinite: of logits.
+            UserError, RunError: of an environment. The requests in flight are lost: call `idle`.
+        """
+        if self._decoding is None:
+            if not self._waiting:
+                return 0
+            assert self.params is not None, "`swap` comes first"
+            self._decoding = _Decoding(self, self._next_waiting())
+        elif self._waiting and self._waiting[0].request.way == self._decoding.way:
+            self._decoding.admit(self._next_waiting())
+        tokens = self._decoding.step()
+        if not self._decoding.in_flight:
+            self._decoding = None
+            self.ledger.drop(CACHE)
+        return tokens
+
+    def swap(self, params: Params, version: int = 0) -> None:
+        """Samples with other weights from the next launch on; `params` are on the mesh, unstacked.
+
+        What is in flight keeps its tokens, and its keys and values are computed again with these
+        weights: of each token, its log-prob and the keys and values before it are of one version,
+        that of `Completion.versions`.
+
+        Raises:
+            UserError: the engine has pages, which the model cannot be sampled with.
+        """
+        if self.pages is not None:
+            dtype = np.dtype(params["norm"]["scale"].dtype).name
+            why = why_not_paged(self.config, self.target, dtype, episodes=self.episodes)
+            if why is not None:
+                raise UserError(
+                    f"rollout.cache_tokens needs completions in pages, and here {why}; set it to"
+                    " null"
+                )
+        self.params, self.version = params, version
+        if self._decoding is not None:
+            self._decoding.read_again()
+
+    def cancel(self, future: Future[Completion]) -> None:
+        """Drops the request that the future is of: its slot is free from the next launch on, and
+        its episode ends. Nothing happens where it has a completion already."""
+        for sample in [x for x in self._waiting if x.future is future]:
+            self._waiting.remove(sample)
+        if self._decoding is not None:
+            self._decoding.drop(future)
+        future.cancel()
+
+    def idle(self) -> None:
+        """Gives back the memory of the device, and drops what is in flight: its episodes end, and
+        its futures are cancelled."""
+        decoding, self._decoding = self._decoding, None
+        dropped = list(self._waiting)
+        self._waiting.clear()
+        if decoding is not None:
+            dropped += decoding.end()
+        for sample in dropped:
+            sample.future.cancel()
+        self.params = self._last = None
+        self.ledger.drop(CACHE)
 
     def generate(
         self,
         params: Params,
         requests: Sequence[SampleRequest],
         *,
-        record_experts: bool = False,
         abort: Callable[[], bool] | None = None,
         on_tokens: Callable[[int, int], None] | None = None,
     ) -> list[Completion]:
@@ -204,9 +301,6 @@ class Engine:
 
         Args:
             params: on the mesh, unstacked.
-            requests: with the same sampling, seed, step and attempt, which all slots of a launch
-                share.
-            record_experts: of a mixture, set `Completion.experts`.
             abort: called between launches; if it returns True, `Aborted` is raised.
             on_tokens: called after each launch with the number of tokens decoded and of completions
                 finished so far.
@@ -217,57 +311,48 @@ class Engine:
         """
         started = time.perf_counter()
         self.stats = EngineStats(slots=self.slots)
-        if not requests:
-            return []
-        firsts: list[SampleRequest] = []  # of each prompt
-        samples: list[PartialCompletion] = []
-        for i, request in enumerate(requests):
-            if (
-                not firsts
-                or firsts[-1].prompt is not request.prompt
-                or firsts[-1].key.prompt != request.key.prompt
-            ):
-                firsts.append(request)
-            samples.append(PartialCompletion(i, len(firsts) - 1, request))
-        prompts = [request.prompt for request in firsts]
-        self._check(params, requests, prompts)
-        _Generation(self, params, prompts, samples, record_experts).run(abort, on_tokens)
-        done = [sample.completion() for sample in samples]
-        self.stats.generated_tokens = sum(int(c.sampled.sum()) for c in done)
+        tokens, total = 0, len(requests)
+        try:
+            self.swap(params)
+            futures = [self.submit(request) for request in requests]
+            while left := self.in_flight:
+                if abort is not None and abort():
+                    raise Aborted(
+                        f"generation aborted: {total - left} of {total} completions were done"
+                    )
+                tokens += self.step()
+                if on_tokens is not None:
+                    on_tokens(tokens, total - self.in_flight)
+        finally:
+            self.idle()
+        self.ledger.prefetch_next()
         self.stats.seconds = time.perf_counter() - started
-        return done
+        return [future.result() for future in futures]
 
-    def _check(
-        self, params: Params, requests: Sequence[SampleRequest], prompts: Sequence[Sequence[int]]
-    ) -> None:
-        """Raises UserError where a request, or one of their prompts, does not fit the engine."""
-        sampling, key = requests[0].sampling, requests[0].key
-        for request in requests:
-            assert (request.sampling, *request.key[:3]) == (sampling, *key[:3])
-            assert 0 < request.max_tokens <= sampling.max_new_tokens
-            assert request.environment is None or self.episodes
-        assert sampling.max_new_tokens <= self.max_new_tokens
+    def _next_waiting(self) -> list[PartialCompletion]:
+        """Takes the requests that wait, up to the first one of another way than the first."""
+        way, taken = self._waiting[0].request.way, list[PartialCompletion]()
+        while self._waiting and self._waiting[0].request.way == way:
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def _check(self, request: SampleRequest) -> None:
+        """Raises UserError where a request does not fit the engine."""
+        sampling, prompt = request.sampling, request.prompt
+        assert 0 < request.max_tokens <= sampling.max_new_tokens <= self.max_new_tokens
+        assert request.environment is None or self.episodes
         if sampling.stop and self.tokenizer is None:
             raise UserError(f"stop={sampling.stop!r} needs a tokenizer; end on eos_ids instead")
-        for i, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= self.max_prompt_tokens:
-                raise UserError(
-                    f"prompt {i} has {len(prompt)} tokens; allowed: 1 to "
-                    f"max_prompt_tokens={self.max_prompt_tokens}; shorten it or raise the limit"
-                )
-            if min(prompt) < 0 or max(prompt) >= self.config.vocab_size:
-                raise UserError(
-                    f"prompt {i} has tokens from {min(prompt)} to {max(prompt)}; "
-                    f"the model's are 0 to {self.config.vocab_size - 1}: is it the right tokenizer?"
-                )
-        if self.pages is not None:
-            dtype = np.dtype(params["norm"]["scale"].dtype).name
-            why = why_not_paged(self.config, self.target, dtype, episodes=self.episodes)
-            if why is not None:
-                raise UserError(
-                    f"rollout.cache_tokens needs completions in pages, and here {why}; set it to"
-                    " null"
-                )
+        if not 0 < len(prompt) <= self.max_prompt_tokens:
+            raise UserError(
+                f"prompt {request.key.prompt} has {len(prompt)} tokens; allowed: 1 to "
+                f"max_prompt_tokens={self.max_prompt_tokens}; shorten it or raise the limit"
+            )
+        if min(prompt) < 0 or max(prompt) >= self.config.vocab_size:
+            raise UserError(
+                f"prompt {request.key.prompt} has tokens from {min(prompt)} to {max(prompt)}; "
+                f"the model's are 0 to {self.config.vocab_size - 1}: is it the right tokenizer?"
+            )
 
     def cache_length(self, reach: int, slots: int) -> int:
         """Returns the positions of each slot when completions reach `reach` positions in `slots`
@@ -297,96 +382,125 @@ class Engine:
         return min(self.pages, slots * pages_of(self.max_new_tokens))
 
 
-class _Generation:
-    """One call of `generate`: the queue of samples, the slots, and the caches."""
+class _Decoding:
+    """What there is while requests of one `SampleRequest.way` are in flight: their queue, the
+    slots, and the caches."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        params: Params,
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[PartialCompletion],
-        record: bool,
-    ):
-        self.engine, self.prompts, self.record = engine, prompts, record
-        self.stats, self.ledger = engine.stats, engine.ledger
-        self.episodes = any(sample.request.environment for sample in samples)
+    def __init__(self, engine: Engine, samples: list[PartialCompletion]):
+        """Makes room for these samples, from which the sizes of arrays follow."""
+        self.engine, self.stats, self.ledger = engine, engine.stats, engine.ledger
         mesh, shards = engine.mesh, engine.row_shards
-        request = samples[0].request
-        self.sampling: SamplingParams = request.sampling
-        self.knobs: SamplingArrays = sampling_arrays(self.sampling, *request.key[:3])
+        self.way = samples[0].request.way
+        self.sampling, self.record = self.way
+        self.knobs: SamplingArrays = sampling_arrays(self.sampling)
         if mesh is not None:
             self.knobs = put(self.knobs, NamedSharding(mesh, PartitionSpec()))
-        self.on, self.params = (engine.config, mesh), params
+        self.on = engine.config, mesh
         self.prompt_cache: Cache = []
-        """The cache of the prompts, in rows that slots share."""
+        """The cache of the prompts, in rows that slots share. It has the keys of each prompt but
+        that of its last token, which slots read first, so that the next one is drawn by the same
+        program as all others."""
         self.cache: Cache = []
         """The cache of what follows prompts: a row for each slot, or for each page of a pool."""
         self.pool = None if engine.pages is None else PagePool(shards, engine.pages)
-        self.slots = Slots(samples, engine.slots, shards, engine.launch_tokens, self.pool)
+        self.slots = Slots(engine.slots, shards, engine.launch_tokens, self.pool)
+        n, prompts = _group_sizes(samples)
         # The rows of episodes' prompts are all there from the start: so are the shapes of programs.
-        per_shard, n = engine.slots // shards, max(Counter(x.prompt for x in samples).values())
-        self.rows = PromptRows(shards, per_shard, n, len(prompts), fixed=engine.episodes)
-        self.prompt_keys = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
-        """Number of keys of each prompt that its slots read: all but that of the last token, which
-        they read first, so that the next one is drawn by the same program as all others."""
-        self.width = engine.prompt_width(max(map(len, prompts)))
-        self.prefill_batch = prefill_batch(per_shard, len(prompts), n, self.width)
+        per_shard = self.slots.per_shard
+        self.rows = PromptRows(shards, per_shard, n, prompts, fixed=engine.episodes)
+        self.width = self.prefill_batch = 0
+        self.episodes = False
         self.prompt_experts: dict[int, np.ndarray] = {}
         """[len(prompt) - 1, L, k] of the prompts whose samples are being seated, where experts are
         recorded."""
         self.unsearched: list[tuple[PartialCompletion, int]] = []
         """Samples with tokens not yet searched for stop strings, each with its number of tokens
         before these."""
+        self.paused = ExitStack()
+        """Open while all slots wait for environments."""
+        self.pauses = False
+        self.admit(samples)
 
-    def run(
-        self, abort: Callable[[], bool] | None, on_tokens: Callable[[int, int], None] | None
-    ) -> None:
-        """Decodes until no sample is left."""
-        slots = self.slots
-        total, tokens, finished = len(slots.queue), 0, 0
-        idle, waits = ExitStack(), False  # while all slots wait for environments
-        try:
-            while slots.queue or slots.seated:
-                if abort is not None and abort():
-                    raise Aborted(
-                        f"generation aborted: {finished} of {total} completions were done"
-                    )
-                if self.pool is not None:
-                    if slots.is_short_of_pages():
-                        # A stop string may have ended a sample, whose pages are then free.
-                        self._find_ends()
-                    self.stats.preemptions += slots.allocate_pages()
-                self._refill()
-                if self.episodes:
-                    self._resume()
-                if not slots.queue:
-                    self.ledger.prefetch_next()
-                if (slots.table[:, decode.COUNT] < slots.table[:, decode.LIMIT]).any():
-                    idle.close()
-                    waits = False
-                    tokens += self._launch()
-                else:  # until an environment has answered, or it is time to ask `abort`
-                    started = time.perf_counter()
-                    replies = [x.reply for x in slots.seated.values() if x.reply is not None]
-                    if replies and not waits:
-                        what = f"the environment's answers to {len(replies)} episodes"
-                        idle.enter_context(waiting(what))
-                        waits = True
-                    if replies:
-                        wait(replies, LOOK_S, FIRST_COMPLETED)
-                    self.stats.waiting_seconds += time.perf_counter() - started
-                finished = total - len(slots.queue) - len(slots.seated)
-                if on_tokens is not None:
-                    on_tokens(tokens, finished)
+    @property
+    def params(self) -> Params:
+        assert self.engine.params is not None
+        return self.engine.params
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.slots.queue) + len(self.slots.seated)
+
+    def admit(self, samples: list[PartialCompletion]) -> None:
+        """Queues further samples, and makes room for more and larger ones."""
+        self.slots.queue.extend(samples)
+        if len(self.slots.table) < self.engine.slots:  # some were given up
+            self.slots.grow(self.engine.slots)
+            self.rows.slots = self.slots.per_shard
+            if self.pool is not None and self.engine.pages is not None:
+                self.pool.grow(self.engine.pages)
+        n, prompts = _group_sizes([*self.slots.seated.values(), *self.slots.queue])
+        self.rows.expect(n, prompts)
+        longest = max(len(sample.request.prompt) for sample in samples)
+        self.width = max(self.width, self.engine.prompt_width(longest))
+        batch = prefill_batch(self.slots.per_shard, prompts, n, self.width)
+        self.prefill_batch = max(self.prefill_batch, batch)
+        self.episodes |= any(sample.request.environment for sample in samples)
+
+    def read_again(self) -> None:
+        """Has the weights of the engine compute all keys and values again."""
+        self._find_ends()  # what has ended has its version
+        for sample in list(self.slots.seated.values()):
+            self.slots.send_back(sample)
+        self.rows.forget()
+
+    def drop(self, future: Future[Completion]) -> None:
+        """Drops a sample, as `Engine.cancel`."""
+        queue, seated = self.slots.queue, self.slots.seated
+        for sample in [x for x in (*queue, *seated.values()) if x.future is future]:
+            if sample.slot is None:
+                queue.remove(sample)
+            self._close(sample)
+        self.unsearched = [x for x in self.unsearched if x[0].future is not future]
+
+    def end(self) -> list[PartialCompletion]:
+        """Ends the episodes in flight, and returns the samples that have no completion."""
+        self.paused.close()
+        dropped = [*self.slots.queue, *self.slots.seated.values()]
+        for sample in dropped:
+            self._close(sample)
+        return dropped
+
+    def step(self) -> int:
+        """As `Engine.step`."""
+        slots, tokens = self.slots, 0
+        if self.pool is not None:
+            if slots.is_short_of_pages():
+                # A stop string may have ended a sample, whose pages are then free.
+                self._find_ends()
+            self.stats.preemptions += slots.allocate_pages()
+        self._refill()
+        if self.episodes:
+            self._resume()
+        if not slots.queue:
+            self.ledger.prefetch_next()
+        if (slots.table[:, decode.COUNT] < slots.table[:, decode.LIMIT]).any():
+            self.paused.close()
+            self.pauses = False
+            tokens = self._launch()
+        else:  # until an environment has answered, or it is time to look for other work
+            started = time.perf_counter()
+            replies = [x.reply for x in slots.seated.values() if x.reply is not None]
+            if replies and not self.pauses:
+                what = f"the environment's answers to {len(replies)} episodes"
+                self.paused.enter_context(waiting(what))
+                self.pauses = True
+            if replies:
+                wait(replies, LOOK_S, FIRST_COMPLETED)
+            self.stats.waiting_seconds += time.perf_counter() - started
+        if not self.in_flight:
             self._find_ends()
-        finally:
-            idle.close()
-            for sample in list(slots.seated.values()):
-                self._free(sample)
-            self.cache, self.prompt_cache = [], []
-            self.ledger.drop(CACHE)
-        self.ledger.prefetch_next()
+            self.paused.close()
+        return tokens
 
     def _refill(self) -> None:
         """Puts waiting samples into free slots, and their prompts into rows of the same shards."""
@@ -396,14 +510,17 @@ class _Generation:
         preempted: list[PartialCompletion] = []
         while (slot := slots.vacant_slot()) is not None:
             sample = slots.seat_next(slot)
+            sample.continue_with(self.engine.version)
             (preempted if len(sample.tokens) else fresh).append(sample)
         if not fresh and not preempted:
             return
+        texts = {sample.prompt: sample.request.prompt for sample in (*fresh, *preempted)}
         unfilled = self.rows.admit(slots.prompts)
         count = self.rows.count
         self._resize(self.prompt_cache, count * shards, self.width)
-        # What a preempted sample reads again begins with its prompt.
-        again = {(x.slot // slots.per_shard, x.prompt) for x in preempted if x.slot is not None}
+        again: set[tuple[int, int]] = set()
+        if self.pool is not None:  # what a preempted sample reads again begins with its prompt
+            again = {(x.slot // slots.per_shard, x.prompt) for x in preempted if x.slot is not None}
         rows: dict[tuple[int, int], int] = {}
         # For each shard: rows, counted among its own, and their prompts.
         waiting: list[list[tuple[int, int]]] = [[] for _ in range(shards)]
@@ -419,14 +536,14 @@ class _Generation:
             batch = min(max(least, bucket(max(map(len, waiting)))), self.prefill_batch)
             chosen = [part[:batch] for part in waiting]
             waiting = [part[batch:] for part in waiting]
-            longest = max(len(self.prompts[prompt]) for part in chosen for _, prompt in part)
+            longest = max(len(texts[prompt]) for part in chosen for _, prompt in part)
             width = self.engine.prompt_width(longest)
             tokens = np.zeros((shards, batch, width), np.int32)
             lengths = np.ones((shards, batch), np.int32)
             source = np.full((shards, count), -1, np.int32)
             for shard, part in enumerate(chosen):
                 for i, (row, prompt) in enumerate(part):
-                    read = self.prompts[prompt]
+                    read = texts[prompt]
                     tokens[shard, i, : len(read)], lengths[shard, i] = read, len(read)
                     source[shard, row] = i
             arguments = (*self.on, self.params, tokens.reshape(-1, width), lengths.reshape(-1))
@@ -441,19 +558,20 @@ class _Generation:
                 by_prompt = np.asarray(experts).reshape(shards, batch, *experts.shape[1:])
                 for shard, part in enumerate(chosen):
                     for i, (_, prompt) in enumerate(part):
-                        keys = self.prompt_keys[prompt]
-                        self.prompt_experts[prompt] = by_prompt[shard, i, :keys]
+                        self.prompt_experts[prompt] = by_prompt[shard, i, : len(texts[prompt]) - 1]
             self.stats.prefill_rows += sum(map(len, chosen))
         if self.record:
             for sample in fresh:
                 if not sample.experts:  # it may have lost its slot before it had a token
                     sample.experts.append(self.prompt_experts[sample.prompt])
             # Samples wait in the order of their prompts.
-            first = slots.queue[0].prompt if slots.queue else len(self.prompts)
-            old = self.prompt_experts
-            self.prompt_experts = {prompt: old[prompt] for prompt in old if prompt >= first}
-        if preempted:
+            kept = range(slots.queue[0].prompt if slots.queue else PROMPTS, PROMPTS)
+            self.prompt_experts = {n: x for n, x in self.prompt_experts.items() if n in kept}
+        if preempted and self.pool is not None:
             self._recompute(preempted, rows)
+        elif preempted:
+            self._extend([(sample, 0) for sample in preempted])
+            self.stats.recomputed += sum(len(x.request.prompt) + len(x.tokens) for x in preempted)
         jax.block_until_ready(self.prompt_cache)
         self.stats.prefill_seconds += time.perf_counter() - started
 
@@ -527,7 +645,7 @@ class _Generation:
             kept_pages = pool.shrink(fewer) if kept is not None and fewer < pool.pages else None
             self._resize(self.cache, pool.pages * engine.row_shards, PAGE, kept_pages)
             pages = pool.table(slots.seated, slots.per_shard, pages_of(length))
-        seats = rows.table(slots.prompts, self.prompt_keys)
+        seats = rows.table(slots.prompts, slots.starts)
 
         # The launch ends early once so many slots are free that to fill them again pays.
         total, waiting = len(slots.table), len(slots.queue)
@@ -562,9 +680,7 @@ class _Generation:
             if over or self.sampling.stop:
                 self.unsearched.append((sample, before))
             if over and sample.request.environment is None:
-                ended = sample.tokens[-1] in self.sampling.eos_ids
-                sample.finish_reason = "stop" if ended else "length"
-                self._free(sample)
+                slots.free(sample)
         if self.episodes or (self.sampling.stop and not engine.search_beside):
             self._find_ends()
         return int((out[:, :, 0] >= 0).sum())
@@ -580,7 +696,7 @@ class _Generation:
         sample = self.slots.seated[slot]
         tokens = [*sample.request.prompt, *sample.tokens, *drawn[:step, slot, 0]]
         after = len(tokens) - len(sample.request.prompt)
-        what = f"the logits of token {after} behind prompt {sample.prompt}"
+        what = f"the logits of token {after} behind prompt {sample.request.key.prompt}"
         raise not_finite(what, self.params, self.engine.config, tokens, self.engine.mesh)
 
     def _resize(self, cache: Cache, rows: int, length: int, kept: np.ndarray | None = None) -> None:
@@ -639,8 +755,7 @@ class _Generation:
                 sample.turns.append(Turn("assistant", len(sample.tokens) - start, words))
                 self.stats.turns += 1
                 if stopped is None and eos is None:  # a turn that is cut ends the episode
-                    sample.finish_reason = "length"
-                    self._free(sample)
+                    self._finish(sample, "length")
                     continue
                 row = self.slots.table[sample.slot]
                 row[decode.LIMIT] = row[decode.COUNT]
@@ -650,8 +765,9 @@ class _Generation:
                     sample.opening + written, eos=eos, length=len(sample.tokens)
                 )
             elif stopped is not None:
-                sample.finish_reason = "stop"
-                self._free(sample)
+                self._finish(sample, "stop")
+            else:
+                self._finish(sample, "length" if eos is None else "stop")
         self.unsearched = []
 
     def _resume(self) -> None:
@@ -665,14 +781,29 @@ class _Generation:
             if sample.receive(sample.reply.result()):
                 answered.append((sample, before))
             else:
-                self._free(sample)
+                self._finish(sample)
         if not answered:
             return
-        # Prefill the answers into the slots, in parts. The last token before an answer was sampled
-        # and not yet read; the last one of the answer is left to the next launch.
+        self._extend(answered)
+        # Decoding continues after the last token, or stops if the turn is over.
+        for sample, _ in answered:
+            count, start = len(sample.tokens), len(sample.request.prompt) - 1
+            end = count if self._is_over(sample) else sample.turn_end
+            self.slots.table[sample.slot, :4] = sample.tokens[-1], start + count, count, end
+        jax.block_until_ready(self.cache)
+        self.stats.prefill_seconds += time.perf_counter() - started
+
+    def _extend(self, samples: list[tuple[PartialCompletion, int]]) -> None:
+        """Prefills tokens of samples into their slots, in parts.
+
+        Args:
+            samples: each with the number of tokens before these. The last one of them was sampled
+                and not yet read; the last one of all is left to the next launch.
+        """
         least, most = ANSWER_TOKENS
         parts: dict[tuple[int, int], list[tuple[PartialCompletion, int, list[int]]]] = {}
-        for sample, before in answered:
+        reach = 0
+        for sample, before in samples:
             if sample.was_cut and self.engine.config.n_recurrent:
                 before = 0  # a state has no way back but to the end of the prompt
             sample.was_cut = False
@@ -681,17 +812,14 @@ class _Generation:
                 tokens = read[start : start + most]
                 width = bucket(len(tokens), smallest=least, most=most)
                 parts.setdefault((number, width), []).append((sample, before + start, tokens))
+                reach = max(reach, before + start + width)
+        if self.pool is None and keys_of(self.cache).shape[decode.POSITIONS] < reach:
+            slots = len(self.slots.table)
+            self._resize(self.cache, slots, self.engine.cache_length(reach, slots))
         # A sample's parts follow one another.
         for (_, width), unread in sorted(parts.items(), key=lambda item: item[0]):
             while unread:
                 unread = self._extend_by(width, unread)
-        # Decoding continues after the last token, or stops if the turn is over.
-        for sample, _ in answered:
-            count, start = len(sample.tokens), self.prompt_keys[sample.prompt]
-            end = count if self._is_over(sample) else sample.turn_end
-            self.slots.table[sample.slot, :4] = sample.tokens[-1], start + count, count, end
-        jax.block_until_ready(self.cache)
-        self.stats.prefill_seconds += time.perf_counter() - started
 
     def _extend_by(
         self, width: int, parts: list[tuple[PartialCompletion, int, list[int]]]
@@ -715,7 +843,7 @@ class _Generation:
                 continue
             at = shard, used[shard]
             tokens[at][: len(ids)], lengths[at] = ids, len(ids)
-            starts[at] = self.prompt_keys[sample.prompt]
+            starts[at] = len(sample.request.prompt) - 1
             positions[at] = starts[at] + position
             slots[at], rows[at] = slot, self.rows.row(sample.slot, sample.prompt)
             used[shard] += 1
@@ -726,11 +854,26 @@ class _Generation:
             self.cache = decode.extend_slots(*arguments)
         return left
 
-    def _free(self, sample: PartialCompletion) -> None:
+    def _finish(self, sample: PartialCompletion, reason: FinishReason | None = None) -> None:
+        """Completes a sample; None: for the reason that it has."""
+        sample.finish_reason = reason or sample.finish_reason
+        self._close(sample)
+        done = sample.completion()
+        self.stats.generated_tokens += int(done.sampled.sum())
+        sample.future.set_result(done)
+
+    def _close(self, sample: PartialCompletion) -> None:
+        """Frees its slot, and ends its episode where that has begun."""
         if sample.slot is not None:
             self.slots.free(sample)
-            if sample.request.environment is not None:
-                sample.request.environment.end()
+        if sample.versions and sample.request.environment is not None:
+            sample.request.environment.end()
+
+
+def _group_sizes(samples: Sequence[PartialCompletion]) -> tuple[int, int]:
+    """Returns the most samples that a prompt has, and the number of prompts."""
+    counts = Counter(sample.prompt for sample in samples)
+    return max(counts.values()), len(counts)
 
 
 def prefill_batch(slots: int, prompts: int, n: int, width: int) -> int:

@@ -84,6 +84,13 @@ class SampleRequest:
     """Most tokens of one turn of an episode; None: those of the completion."""
     environment: EnvironmentClient | None = None
     """Answers the turns of the model: the completion is an episode."""
+    record_experts: bool = False
+    """Of a mixture, set `Completion.experts`."""
+
+    @property
+    def way(self) -> tuple[SamplingParams, bool]:
+        """Returns what all slots of a launch share."""
+        return self.sampling, self.record_experts
 
 
 @dataclass
@@ -93,8 +100,10 @@ class PartialCompletion:
     index: int
     """Number of its request: the lower, the older."""
     prompt: int
-    """Number of its prompt among those of all requests."""
+    """Number of its prompt."""
     request: SampleRequest
+    future: Future[Completion] = field(default_factory=Future)
+    """Gets the completion once it has ended."""
     drawn: list[np.ndarray] = field(default_factory=list)
     """[k, 3] int32 of each launch and each observation, as `decode.launch` returns them: tokens,
     and the bits of their log-probs under the full and the truncated distribution. They are views,
@@ -112,6 +121,8 @@ class PartialCompletion:
     reply: Future[Reply] | None = None
     """The environment's answer to the last turn, while it is awaited."""
     failure: str | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """As in `types.Completion`."""
     experts: list[np.ndarray] = field(default_factory=list)
     """[., L, k] of the prompt without its last token, then of each launch and of each answer; where
     they are recorded."""
@@ -133,6 +144,13 @@ class PartialCompletion:
         if len(self.drawn) != 1:
             self.drawn = [np.concatenate([np.empty((0, 3), np.int32), *self.drawn])]
         return self.drawn[0][:, 0]
+
+    def continue_with(self, version: int) -> None:
+        """Notes the version of the weights that the next token is sampled with."""
+        count = len(self.tokens)
+        self.versions = [x for x in self.versions if x[0] < count]
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((count, version))
 
     def cut(self, length: int) -> None:
         """Drops all tokens but the first ones."""
@@ -181,6 +199,7 @@ class PartialCompletion:
             experts=experts,
             turns=tuple(self.turns),
             failure=self.failure,
+            versions=tuple(x for x in self.versions if not x[0] or x[0] < len(tokens)),
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -77,8 +77,8 @@ class SamplingParams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingArrays:
-    """`SamplingParams` and seed as arrays, so that another value compiles nothing. What is None is
-    not done, in a program of its own."""
+    """`SamplingParams` as arrays, so that another value compiles nothing. What is None is not done,
+    in a program of its own."""
 
     temperature: Array | None
     """None is greedy; the next three are None then too."""
@@ -87,8 +87,6 @@ class SamplingArrays:
     top_k: Array | None
     eos_ids: Array
     """[E] int32, padded with -1."""
-    key: Array
-    """[2] uint32: threefry key of (seed, step, attempt)."""
 
 
 class Draw(NamedTuple):
@@ -102,14 +100,10 @@ class Draw(NamedTuple):
     """[B] float32, nats: under the truncated distribution (a point mass, so 0, when greedy)."""
 
 
-def sampling_arrays(
-    sampling: SamplingParams, seed: int, step: int, attempt: int = 0
-) -> SamplingArrays:
-    """Makes the traced form of `sampling`; `seed`, `step` and `attempt` begin the key of every
-    token."""
+def sampling_arrays(sampling: SamplingParams) -> SamplingArrays:
+    """Makes the traced form of `sampling`."""
     width = EOS_SLOTS * max(1, -(-len(sampling.eos_ids) // EOS_SLOTS))
     eos_ids = (*sampling.eos_ids, *[-1] * (width - len(sampling.eos_ids)))
-    parts = [seed % 2**32, (seed >> 32) % 2**32, step, *((ATTEMPT, attempt) if attempt else ())]
     s, draws = sampling, sampling.temperature > 0
     arrays: dict[str, Any] = {
         "temperature": np.float32(s.temperature) if draws else None,
@@ -117,9 +111,16 @@ def sampling_arrays(
         "min_p": np.float32(s.min_p) if draws and s.min_p > 0 else None,
         "top_k": np.int32(min(s.top_k, 2**31 - 1)) if draws and s.top_k > 0 else None,
         "eos_ids": np.array(eos_ids, np.int32),
-        "key": _key_of(np.array(parts, np.uint32)),
     }
     return SamplingArrays(**jax.device_put(arrays))  # `jnp.float32` would compile a program
+
+
+@lru_cache(maxsize=64)
+def first_key(seed: int, step: int, attempt: int = 0) -> np.ndarray:
+    """Returns the threefry key with which the key of every token of an attempt at a step begins,
+    [2] uint32."""
+    parts = [seed % 2**32, (seed >> 32) % 2**32, step, *((ATTEMPT, attempt) if attempt else ())]
+    return np.asarray(_key_of(np.array(parts, np.uint32)))
 
 
 @jax.jit
@@ -133,13 +134,14 @@ def _key_of(parts: UInt32[Array, " N"]) -> UInt32[Array, " 2"]:
 
 
 def sample_keys(
-    key: UInt32[Array, " 2"], prompts: Int32[Array, " B"], samples: Int32[Array, " B"]
+    first: UInt32[Array, "B 2"], prompts: Int32[Array, " B"], samples: Int32[Array, " B"]
 ) -> UInt32[Array, "B 2"]:
-    """Computes keys of (seed, step, attempt, prompt id, sample id) of `key`, that of the first
+    """Computes keys of (seed, step, attempt, prompt id, sample id) from `first_key` of the first
     three."""
-    base = jax.random.wrap_key_data(key, impl="threefry2x32")
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(base, prompts)
-    return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, samples))
+    keys = jax.random.wrap_key_data(first, impl="threefry2x32")
+    for ids in (prompts, samples):
+        keys = jax.vmap(jax.random.fold_in)(keys, ids)
+    return jax.random.key_data(keys)
 
 
 def uniforms(keys: UInt32[Array, "B 2"], positions: Int32[Array, " B"]) -> Float[Array, "B 2"]:

@@ -33,6 +33,7 @@ from jaxrl.models.batching import bucket
 from jaxrl.models.shared_prompts import PAGE, Pages, Seats
 from jaxrl.sampling import decode
 from jaxrl.sampling.partial_completion import PartialCompletion
+from jaxrl.sampling.sampler import first_key
 
 N = TypeVar("N", int, np.ndarray)
 
@@ -48,7 +49,7 @@ def pool_pages(cache_tokens: int, slots: int, longest: int) -> int:
 
 
 class PagePool:
-    """The pages of one call of `Engine.generate`: each data shard has a pool for its own slots."""
+    """The pages of the cache: each data shard has a pool for its own slots."""
 
     def __init__(self, shards: int, pages: int):
         """Starts with all pages free; `pages` is the number of pages of each shard."""
@@ -100,6 +101,13 @@ class PagePool:
         self.pages = pages
         return np.array([old + [0] * (pages - len(old)) for old in kept], np.int32).reshape(-1)
 
+    def grow(self, pages: int) -> None:
+        """Has more pages in each shard, free ones."""
+        for free in self._free:
+            free[:0] = range(self.pages, pages)[::-1]
+        self.free += pages - self.pages
+        self.pages = pages
+
     def table(self, seated: Mapping[int, PartialCompletion], slots: int, width: int) -> Pages:
         """Makes the table of the pages of all slots.
 
@@ -122,28 +130,31 @@ class PagePool:
         return Pages(owners, firsts, table)
 
 
+AGE = attrgetter("index")
+
+
 class Slots:
-    """The slots of one call of `Engine.generate`. One that is free decodes nothing."""
+    """The slots of an engine. One that is free decodes nothing."""
 
     def __init__(
         self,
-        samples: Sequence[PartialCompletion],
         slots: int,
         shards: int,
         launch_tokens: int,
         pool: PagePool | None,
+        samples: Sequence[PartialCompletion] = (),
     ):
-        """Queues all samples, the oldest first.
-
+        """
         Args:
             slots: of all data shards.
             pool: None: every slot has its own cache.
+            samples: these wait, the oldest first.
         """
         self.queue = deque(samples)
         self.seated: dict[int, PartialCompletion] = {}
-        self.table = np.zeros((slots, 6), np.int32)
+        self.table = np.zeros((slots, decode.COLUMNS), np.int32)
         """As in `decode.launch`."""
-        self.prompts = np.full(slots, -1, np.int32)
+        self.prompts = np.full(slots, -1, np.int64)
         """[slots]: the prompt of the sample in each slot (`PartialCompletion.prompt`); -1: it is
         free."""
         self._pages = np.zeros(slots, np.int32)
@@ -152,6 +163,11 @@ class Slots:
         self.per_shard = slots // shards
         """Slots of each data shard."""
         self._list_vacant()
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Returns how many keys of its prompt each slot reads, [slots] int32."""
+        return self.table[:, decode.POSITION] - self.table[:, decode.COUNT]
 
     def vacant_slot(self) -> int | None:
         """Returns a free slot for the first sample that waits, if there is one, where that sample
@@ -179,7 +195,12 @@ class Slots:
         token = sample.tokens[-1] if count else prompt[-1]
         key, position = sample.request.key, len(prompt) + count - 1
         sample.slot, self.seated[slot], self.prompts[slot] = slot, sample, sample.prompt
-        self.table[slot] = token, position, count, sample.turn_end, key.prompt % 2**31, key.sample
+        limit = sample.turn_end if sample.reply is None else count
+        self.table[slot, : decode.KEY] = (
+            *(token, position, count, limit),
+            *(key.prompt % 2**31, key.sample),
+        )
+        self.table[slot, decode.KEY :] = first_key(*key[:3]).view(np.int32)
         if self._pool is not None:
             self._allocate(shard, sample)
         return sample
@@ -230,6 +251,11 @@ class Slots:
         if self._pool is not None:
             self._pool.release(sample)
 
+    def send_back(self, sample: PartialCompletion) -> None:
+        """Frees the slot of a sample, which waits with its tokens."""
+        self.free(sample)
+        insort(self.queue, sample, key=AGE)
+
     def _list_vacant(self) -> None:
         """Lists the free slots of each shard."""
         per_shard = self.prompts.reshape(self._shards, -1)
@@ -271,20 +297,18 @@ class Slots:
             slots, and wait.
         """
         assert self._pool is not None
-        preempted, age = 0, attrgetter("index")
+        preempted = 0
         for shard in np.flatnonzero(self._missing_pages().any(1)).tolist():
             first = shard * self.per_shard
             slots = np.flatnonzero(self.prompts[first : first + self.per_shard] >= 0) + first
-            samples = deque(sorted((self.seated[slot] for slot in slots.tolist()), key=age))
+            samples = deque(sorted((self.seated[slot] for slot in slots.tolist()), key=AGE))
             while samples:
                 oldest = samples[0]
                 missing = self._pool.missing(oldest, self._positions(oldest))
                 if missing <= self._pool.free[shard]:
                     self._allocate(shard, samples.popleft())
                 else:
-                    sample = samples.pop()
-                    self.free(sample)
-                    insort(self.queue, sample, key=age)
+                    self.send_back(samples.pop())
                     preempted += 1
         return preempted
 
@@ -321,6 +345,22 @@ class Slots:
         self._list_vacant()
         return kept.reshape(-1).astype(np.int32)
 
+    def grow(self, slots: int) -> None:
+        """Has more slots, free ones, behind those of each shard; `slots` is their new number."""
+        before, after = self.per_shard, slots // self._shards
+        kept = np.arange(len(self.table)).reshape(self._shards, before)
+        places = (kept + (after - before) * np.arange(self._shards)[:, None]).reshape(-1)
+        for name, free in (("table", 0), ("prompts", -1), ("_pages", 0)):
+            old = getattr(self, name)
+            new = np.full((slots, *old.shape[1:]), free, old.dtype)
+            new[places] = old
+            setattr(self, name, new)
+        self.seated = {int(places[slot]): sample for slot, sample in self.seated.items()}
+        for slot, sample in self.seated.items():
+            sample.slot = slot
+        self.per_shard = after
+        self._list_vacant()
+
 
 def rows_at_first(slots: int, samples: int, prompts: int) -> int:
     """Counts the rows of each shard with `slots` slots: the prompts of which as many consecutive
@@ -342,10 +382,14 @@ def seats_of_row(slots: int, samples: int) -> int:
     return min(bucket(samples), slots)
 
 
-class PromptRows:
-    """The rows of one call of `Engine.generate`.
+PROMPTS = 1 << 40
+"""Above the number of every prompt: one of a shard is known as `shard * PROMPTS + prompt`."""
 
-    Slots are told by the index of the prompt of each, [slots] int32, and -1 where one is free
+
+class PromptRows:
+    """The rows of the cache of prompts.
+
+    Slots are told by the number of the prompt of each, [slots] int64, and -1 where one is free
     (`Slots.prompts`).
     """
 
@@ -363,9 +407,18 @@ class PromptRows:
         """Rows of each shard."""
         self.seats = seats_of_row(slots, samples)
         """Most slots that read one row."""
-        self._most, self._prompts = min(slots, bucket(prompts)), prompts
+        self._most = min(slots, bucket(prompts))
         self._held = np.full((shards, self.count), -1)
         """[shards, rows]: a number for the shard and the prompt of each row; -1: it holds none."""
+
+    def expect(self, samples: int, prompts: int) -> None:
+        """Leaves room for as many, where there was less."""
+        self.seats = max(self.seats, seats_of_row(self.slots, samples))
+        self._most = max(self._most, min(self.slots, bucket(prompts)))
+
+    def forget(self) -> None:
+        """Drops the keys and values of all prompts."""
+        self._held[:] = -1
 
     def admit(self, prompts: np.ndarray) -> dict[int, int]:
         """Takes back the rows that no slot reads, and gives one to each prompt that has none.
@@ -377,7 +430,7 @@ class PromptRows:
         shards, held = len(self._held), np.isin(wanted, self._held)
         self._held[~np.isin(self._held, wanted)] = -1
         wanted = wanted[~held]
-        shard, prompt = np.divmod(wanted, self._prompts)
+        shard, prompt = np.divmod(wanted, PROMPTS)
         needed = int(((self._held >= 0).sum(1) + np.bincount(shard, minlength=shards)).max())
         if needed > self.count:
             self.count = min(max(needed, 2 * self.count), self._most)
@@ -397,7 +450,7 @@ class PromptRows:
         """
         self.slots = slots
         wanted = self._prompt_numbers(prompts)
-        shard = wanted // self._prompts
+        shard = wanted // PROMPTS
         rows, at = self._rows(wanted) % self.count, (shard, _ranks(shard))
         self.count, self.seats = min(self.count, slots), min(self.seats, slots)
         shape = len(self._held), self.count
@@ -408,34 +461,32 @@ class PromptRows:
     def row(self, slot: int, prompt: int) -> int:
         """Returns the row of the prompt of a slot, counted among those of its shard."""
         shard = slot // self.slots
-        return int(np.flatnonzero(self._held[shard] == shard * self._prompts + prompt)[0])
+        return int(np.flatnonzero(self._held[shard] == shard * PROMPTS + prompt)[0])
 
     def table(self, prompts: np.ndarray, lengths: np.ndarray) -> Seats:
         """Makes the seats of all slots.
 
         Args:
-            lengths: [all prompts] int32: their keys.
+            lengths: [slots] int32: how many keys of its prompt each reads.
         """
         shards, taken = len(self._held), np.flatnonzero(prompts >= 0)
         shard, local = np.divmod(taken, self.slots)
         prompt = prompts[taken]
-        row = self._rows(shard * self._prompts + prompt)
+        row = self._rows(shard * PROMPTS + prompt)
         order = np.argsort(row, kind="stable")
         seat = np.empty_like(row)
         seat[order] = _ranks(row[order])
         slots = np.full((shards * self.count, self.seats), -1, np.int32)
         keys = np.zeros(shards * self.count, np.int32)
         places = np.zeros(shards * self.slots, np.int32)
-        slots[row, seat], keys[row] = local, lengths[prompt]
+        slots[row, seat], keys[row] = local, lengths[taken]
         places[taken] = row % self.count * self.seats + seat
         return Seats(slots, keys, places)
 
     def _prompt_numbers(self, prompts: np.ndarray) -> np.ndarray:
         """Returns the numbers (`_held`) of the prompts that slots read, in the order of slots."""
         taken = np.flatnonzero(prompts >= 0)
-        keys, first = np.unique(
-            taken // self.slots * self._prompts + prompts[taken], return_index=True
-        )
+        keys, first = np.unique(taken // self.slots * PROMPTS + prompts[taken], return_index=True)
         return keys[np.argsort(first)]
 
     def _rows(self, keys: np.ndarray) -> np.ndarray:

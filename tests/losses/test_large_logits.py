@@ -282,7 +282,7 @@ def test_other_vocabularies_and_stored_states_know_no_constant_either():
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 9, "top_p": 0.9, "min_p": 0.01}])
 def test_the_sampler_s_log_probs_are_the_learner_s(truncation, temperature):
     """To the rounding of one sum in two orders."""
-    knobs = sampling_arrays(SamplingParams(1, temperature, **truncation), 0, 0)
+    knobs = sampling_arrays(SamplingParams(1, temperature, **truncation))
     rows, random = STUDENT.reshape(-1, V), np.random.default_rng(6).random((4 * len(SCALES), 2))
     run = jax.jit(draw_tokens)
     draw, *shifted = (

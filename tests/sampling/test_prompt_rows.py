@@ -22,12 +22,12 @@ def test_each_sample_reads_the_row_of_its_prompt(shards: int, slots: int, n: int
     seated: dict[int, PartialCompletion] = {}
 
     def columns() -> np.ndarray:
-        of = np.full(shards * slots, -1, np.int32)
+        of = np.full(shards * slots, -1)
         of[list(seated)] = [sample.prompt for sample in seated.values()]
         return of
 
     def check() -> None:
-        seats = rows.table(columns(), np.arange(100, 100 + prompts, dtype=np.int32))
+        seats = rows.table(columns(), 100 + columns())
         of = seats.slots.reshape(shards, rows.count, rows.seats)
         assert sorted(of[of >= 0].tolist()) == sorted(slot % rows.slots for slot in seated)
         for slot, sample in seated.items():

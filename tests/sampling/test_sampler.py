@@ -17,6 +17,7 @@ from jaxrl.sampling.sampler import (
     Draw,
     SamplingParams,
     draw_tokens,
+    first_key,
     pick,
     sample_keys,
     sampling_arrays,
@@ -33,14 +34,15 @@ DRAWS = 16_000
 
 @jax.jit
 def numbers_of(key: jax.Array, prompts: jax.Array, samples: jax.Array, at: jax.Array) -> jax.Array:
-    return uniforms(sample_keys(key, prompts, samples), at)
+    keys = jnp.broadcast_to(key, (len(prompts), 2))
+    return uniforms(sample_keys(keys, prompts, samples), at)
 
 
 def draws(logits: np.ndarray, sampling: SamplingParams) -> Draw:
     """`DRAWS` independent draws from one row of logits [V]."""
-    knobs = sampling_arrays(sampling, 0, 0)
+    knobs = sampling_arrays(sampling)
     ids = np.arange(DRAWS, dtype=np.int32)
-    random = numbers_of(knobs.key, ids, np.zeros_like(ids), np.zeros_like(ids))
+    random = numbers_of(first_key(0, 0), ids, np.zeros_like(ids), np.zeros_like(ids))
     rows = np.tile(logits, (DRAWS, 1))
     return jax.device_get(jax.jit(draw_tokens)(rows, random, knobs))
 
@@ -116,7 +118,7 @@ def test_truncation_keeps_exactly_the_set_of_its_definition(change: dict[str, fl
     logits = 2 * np.random.default_rng(1).normal(size=(20, 257)).astype(np.float32)
     scaled = logits / s.temperature
     weights = np.exp(scaled - scaled.max(-1, keepdims=True))
-    kept = np.asarray(jax.jit(truncated)(weights, sampling_arrays(s, 0, 0))) > 0
+    kept = np.asarray(jax.jit(truncated)(weights, sampling_arrays(s))) > 0
     expected = np.stack([reference_support(row, s) for row in logits])
     np.testing.assert_array_equal(kept, expected)
 
@@ -131,18 +133,18 @@ def test_what_a_large_vocabulary_keeps_of_a_row_depends_on_no_other_row(
     logits = spread * np.random.default_rng(2).normal(size=(6, 96 * BLOCK + 3)).astype(np.float32)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     run = jax.jit(truncated)
-    kept = np.asarray(run(weights, sampling_arrays(s, 0, 0)))
+    kept = np.asarray(run(weights, sampling_arrays(s)))
     expected = [reference_support(row, s) for row in logits[:-1]]
     np.testing.assert_array_equal(kept[:-1] > 0, expected)
     assert (kept[-1] > 0).all()  # equally probable tokens stay together
     for row, alone in enumerate(kept):  # among copies of itself: the same program
-        found = run(np.tile(weights[row], (6, 1)), sampling_arrays(s, 0, 0))
+        found = run(np.tile(weights[row], (6, 1)), sampling_arrays(s))
         np.testing.assert_array_equal(found, np.tile(alone, (6, 1)))
 
 
 def test_equally_probable_tokens_stay_or_go_together() -> None:
     weights = np.array([[1.0, 0.5, 0.5, 0.25]], np.float32)
-    kept = jax.jit(truncated)(weights, sampling_arrays(replace(BASE, top_k=2), 0, 0))
+    kept = jax.jit(truncated)(weights, sampling_arrays(replace(BASE, top_k=2)))
     np.testing.assert_array_equal(kept, [[1.0, 0.5, 0.5, 0.0]])
 
 
@@ -174,7 +176,7 @@ def test_greedy_takes_the_argmax_whatever_the_truncation() -> None:
 def test_greedy_takes_the_first_of_equal_logits(vocab: int) -> None:
     """In whatever blocks of ids these are."""
     logits = np.random.default_rng(vocab).integers(-9, 3, (200, vocab)).astype(np.float32)
-    knobs = sampling_arrays(replace(BASE, temperature=0.0), 0, 0)
+    knobs = sampling_arrays(replace(BASE, temperature=0.0))
     draw = jax.jit(draw_tokens)(logits, np.zeros((200, 2), np.float32), knobs)
     np.testing.assert_array_equal(draw.tokens, logits.argmax(-1))
 
@@ -206,7 +208,7 @@ def test_pick_never_takes_a_weight_of_zero() -> None:
 
 def test_random_bits_are_a_function_of_seed_step_prompt_sample_and_position() -> None:
     def numbers(seed: int, step: int, prompt: list[int], sample: list[int], at: int) -> np.ndarray:
-        key = sampling_arrays(BASE, seed, step).key
+        key = first_key(seed, step)
         # Three rows, of which some are not asked for: one program.
         arrays = (np.resize(x, 3).astype(np.int32) for x in (prompt, sample, [at]))
         return np.asarray(numbers_of(key, *arrays))[: len(prompt)]
@@ -232,7 +234,7 @@ def test_every_attempt_has_random_bits_of_its_own_for_every_prompt() -> None:
     run = jax.jit(sample_keys)
 
     def keys(*attempt: int) -> list[tuple[int, ...]]:
-        key = sampling_arrays(BASE, 1, 2, *attempt).key
+        key = np.tile(first_key(1, 2, *attempt), (512, 1))
         return list(map(tuple, np.asarray(run(key, prompts, prompts)).tolist()))
 
     assert keys(0) == keys()
@@ -253,7 +255,7 @@ def test_a_program_for_each_kind_of_draw_and_none_for_other_values() -> None:
     for count, (loops, *kind) in enumerate(kinds, 1):
         for eos_ids in (), (1, 2, 3):
             for change in kind:
-                knobs = sampling_arrays(replace(BASE, eos_ids=eos_ids, **change), 3, 4)
+                knobs = sampling_arrays(replace(BASE, eos_ids=eos_ids, **change))
                 step(logits, random, knobs)
         assert step._cache_size() == count
         lowered = step.lower(logits, random, knobs)

@@ -11,8 +11,10 @@ import pytest
 from engine_requests import waiting_samples
 
 from jaxrl.models.shared_prompts import PAGE
+from jaxrl.sampling import decode
 from jaxrl.sampling.decode import IDLE
 from jaxrl.sampling.partial_completion import PartialCompletion
+from jaxrl.sampling.sampler import first_key
 from jaxrl.sampling.slots import PagePool, PromptRows, Slots, pages_of
 
 LONGEST = 5 * PAGE
@@ -51,7 +53,7 @@ def test_pages_have_one_owner_and_all_samples_end(seed: int) -> None:
     samples = waiting_samples([rng.integers(1, LONGEST + 1, 3) for _ in range(6)])
     ends = {id(x): int(rng.integers(1, x.request.max_tokens + 1)) for x in samples}
     pool = PagePool(shards, pages)
-    seating, launches = Slots(samples, slots * shards, shards, reach, pool), 0
+    seating, launches = Slots(slots * shards, shards, reach, pool, samples), 0
     while seating.queue or seating.seated:
         before = set(map(id, seating.seated.values()))
         short = seating.is_short_of_pages()
@@ -90,7 +92,7 @@ def test_the_youngest_sample_waits_with_its_tokens() -> None:
     """Two pages each now, of four; the next launch needs three each."""
     samples = waiting_samples([[LONGEST] * 3], prompt=[4, 5])
     pool = PagePool(1, 6)
-    seating = Slots(samples, 3, 1, PAGE, pool)
+    seating = Slots(3, 1, PAGE, pool, samples)
     while (slot := seating.vacant_slot()) is not None:
         seating.seat_next(slot)
     assert len(seating.seated) == 3 and pool.free[0] == 3
@@ -105,7 +107,7 @@ def test_the_youngest_sample_waits_with_its_tokens() -> None:
     seating.free(samples[0])
     assert seating.vacant_slot() == 0
     seating.seat_next(0)
-    assert seating.table[0].tolist() == [9, 1 + 2 * PAGE, 2 * PAGE, LONGEST, 0, 2]
+    assert seating.table[0, : decode.KEY].tolist() == [9, 1 + 2 * PAGE, 2 * PAGE, LONGEST, 0, 2]
     assert len(pool.pages_of(samples[2])) == 3
 
 
@@ -169,7 +171,7 @@ def test_seats_are_those_of_the_plain_rule(seed: int) -> None:
     pages = int(rng.integers(5, 9)) if seed % 2 else None
     samples = waiting_samples([rng.integers(1, LONGEST + 1, 4) for _ in range(8)], first_id=7)
     pool = None if pages is None else PagePool(shards, pages)
-    seating = Slots(samples, slots * shards, shards, reach, pool)
+    seating = Slots(slots * shards, shards, reach, pool, samples)
     plain = Plain(slots * shards, shards, reach, pages)
     texts: dict[int, list[int]] = {id(x): [] for x in samples}
     waiting, lost_slots = list(samples), 0
@@ -181,7 +183,8 @@ def test_seats_are_those_of_the_plain_rule(seed: int) -> None:
             count = len(texts[id(x)])
             last = texts[id(x)][-1] if count else 5
             key = x.request.key
-            expected[slot] = last, 2 + count, count, x.request.max_tokens, key.prompt, key.sample
+            row = last, 2 + count, count, x.request.max_tokens, key.prompt, key.sample
+            expected[slot] = *row, *first_key(0, 0).view(np.int32)
             assert x.slot == slot and x.tokens.tolist() == texts[id(x)]
             assert pool is None or len(pool.pages_of(x)) == plain.held[slot]
         np.testing.assert_array_equal(seating.table, expected)
@@ -265,12 +268,12 @@ def test_the_work_of_the_host_grows_with_the_slots(paged: bool) -> None:
         before = sys.getprofile()
         sys.setprofile(counted)
         try:
-            seating = Slots(samples, slots, shards, PAGE, pool)
+            seating = Slots(slots, shards, PAGE, pool, samples)
             rows = PromptRows(shards, 16, 8, slots // 8)
             while (slot := seating.vacant_slot()) is not None:
                 seating.seat_next(slot)
             rows.admit(seating.prompts)
-            rows.table(seating.prompts, np.full(slots // 8, 3, np.int32))
+            rows.table(seating.prompts, seating.starts)
             for sample, *_ in seating.append(np.full((PAGE, slots, 3), 9, np.int32), ()):
                 assert len(sample.drawn) == 2
             if pool is not None:

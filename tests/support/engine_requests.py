@@ -43,6 +43,7 @@ def sample_groups(
     limits: Sequence[Sequence[int]] | None = None,
     environments: Any = None,
     turn_tokens: int | None = None,
+    record_experts: bool = False,
     **options: Any,
 ) -> list[list[Completion]]:
     """Samples n completions of each prompt, [len(prompts)][n]."""
@@ -55,6 +56,7 @@ def sample_groups(
             sampling.max_new_tokens if limits is None else limits[i][sample],
             turn_tokens,
             None if environments is None else Bound(environments, i, sample),
+            record_experts,
         )
         for i, prompt in enumerate(prompts)
         for sample in range(n)

@@ -1,0 +1,281 @@
+"""Laws of an engine that stays open: whatever comes when, a completion is that of its request and
+of the weights that its tokens were sampled with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bare_tokenizer import BareTokenizer
+from cases import and_slow
+from tiny_models import SAMPLED, random_params
+
+from jaxrl.models import decoder
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Delta
+from jaxrl.models.experts import Experts
+from jaxrl.models.family import LayerKind
+from jaxrl.models.parameters import param_shardings
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.partial_completion import RandomKey, Reply, SampleRequest
+from jaxrl.sampling.sampler import SamplingParams
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
+from jaxrl.types import Completion
+
+PLAIN = replace(SAMPLED, n_layers=1, max_positions=512)
+CONFIGS = {
+    "plain": PLAIN,
+    "states": replace(
+        SAMPLED,
+        family="qwen3_5_text",
+        kinds=(LayerKind(recurs=True), LayerKind()),
+        delta=Delta(k_heads=2, v_heads=4, k_dim=8, v_dim=8),
+        max_positions=512,
+    ),
+    "mixture": replace(PLAIN, family="qwen3_moe", experts=Experts(8, 2, True, dense_width=64)),
+    "windows": replace(PLAIN, n_layers=2, kinds=(LayerKind(window=6), LayerKind())),
+}
+LONGEST = 40
+SAMPLING = SamplingParams(max_new_tokens=LONGEST, eos_ids=(3, 7, 11))
+WIDTH = 64
+
+
+@cache
+def params(config: DecoderConfig, version: int = 0) -> Any:
+    tree = random_params(config, seed=version, layout="unstacked")
+    tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
+    return tree
+
+
+def requests(
+    seed: int, batches: int, sampling: SamplingParams = SAMPLING, **options: Any
+) -> list[list[SampleRequest]]:
+    """Those of some batches: a step each, longer prompts as they come, other numbers of samples."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for step in range(batches):
+        prompts = [rng.integers(12, 61, rng.integers(1, 4 + 2 * step)).tolist() for _ in range(3)]
+        n = int(rng.integers(1, 4))
+        found.append(
+            [
+                SampleRequest(
+                    *(prompt, sampling, RandomKey(seed, step, 0, i, sample)),
+                    int(rng.integers(1, LONGEST + 1)),
+                    **options,
+                )
+                for i, prompt in enumerate(prompts)
+                for sample in range(n)
+            ]
+        )
+    return found
+
+
+def made(config: DecoderConfig, **options: Any) -> Engine:
+    shapes = {"slots": 4, "max_prompt_tokens": 12, "max_new_tokens": LONGEST, "launch_tokens": 8}
+    return Engine(config, options.pop("mesh", None), **shapes | options)
+
+
+def streamed(
+    engine: Engine, batches: list[list[SampleRequest]], seed: int, *weights: Any
+) -> list[Completion]:
+    """Submits requests at random launches, and swaps the weights at others."""
+    rng, left = np.random.default_rng(seed), [x for batch in batches for x in batch]
+    futures: list[Future[Completion]] = []
+    versions = list(enumerate(weights))
+    version, tree = versions.pop(0)
+    engine.swap(tree, version)
+    while left or engine.in_flight or versions:
+        for _ in range(rng.integers(0, 6) if left else 0):
+            if left:
+                futures.append(engine.submit(left.pop(0)))
+        if versions and rng.random() < 0.4:
+            version, tree = versions.pop(0)
+            engine.swap(tree, version)
+        engine.step()
+    return [future.result(timeout=0) for future in futures]
+
+
+def assert_same(some: list[Completion], others: list[Completion]) -> None:
+    for x, y in zip(some, others, strict=True):
+        assert (x.tokens, x.finish_reason) == (y.tokens, y.finish_reason)
+        np.testing.assert_allclose(x.logprobs, y.logprobs, rtol=0, atol=1e-5)
+
+
+WHEN = [(seed, pages) for seed in range(6) for pages in (None, 2 * 64)]
+
+
+@pytest.mark.parametrize(("seed", "pages"), and_slow([WHEN[0], WHEN[3]], WHEN[1:3] + WHEN[4:]))
+def test_completions_are_those_of_their_requests_whenever_these_come(
+    seed: int, pages: int | None
+) -> None:
+    """Batches with other seeds, longer prompts and more samples join those in flight, also once
+    slots were given up; each is what it is where it is sampled alone."""
+    tree, batches = params(PLAIN), requests(seed, 4)
+    engine = made(PLAIN, cache_tokens=pages)
+    alone = [x for batch in batches for x in engine.generate(tree, batch)]
+    found = streamed(engine, batches, seed, tree)
+    assert_same(found, alone)
+    assert {x.versions for x in found} == {((0, 0),)}
+    engine.idle()
+
+
+@partial(jax.jit, static_argnums=0)
+def learned(config: DecoderConfig, tree: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    hidden = decoder.forward(config, tree, tokens[None], mask[None])
+    return jax.nn.log_softmax(decoder.token_logits(config, tree, hidden)[0])
+
+
+def assert_learned(
+    config: DecoderConfig, asked: SampleRequest, found: Completion, *weights: Any
+) -> None:
+    """The log-prob of each sampled token is the learner's of its version; so the token, and all
+    keys before it, are of that version."""
+    whole = [*asked.prompt, *found.tokens]
+    tokens = jnp.array(whole + [0] * (WIDTH - len(whole)))
+    expected = np.stack(
+        [learned(config, tree, tokens, jnp.arange(WIDTH) < len(whole)) for tree in weights]
+    )
+    first = len(asked.prompt)
+    at, of = zip(*found.versions, strict=True)
+    assert at[0] == 0 and list(at) == sorted(set(at)) and list(of) == sorted(set(of))
+    for i in np.flatnonzero(found.sampled):
+        version = of[np.searchsorted(at, i, side="right") - 1]
+        token = expected[version, first + i - 1, found.tokens[i]]
+        np.testing.assert_allclose(found.logprobs[i], token, rtol=0, atol=5e-5)
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {}),
+    ("plain", {"cache_tokens": 2 * 64}),
+    ("states", {}),
+    ("windows", {}),
+    ("mixture", {}),
+    ("plain", {"mesh": (2, 2, 2), "slots": 8}),
+]
+
+
+@pytest.mark.parametrize(("case", "seed"), and_slow([(0, 0), (1, 1)], [(i, 2) for i in range(6)]))
+def test_each_token_and_all_before_it_are_of_one_version(case: int, seed: int) -> None:
+    """New weights come at any launch; what is in flight goes on with all its tokens."""
+    name, options = CASES[case]
+    config = CONFIGS[name]
+    weights = [params(config, version) for version in range(4)]
+    if shape := options.get("mesh"):
+        mesh = role_mesh(jax.devices()[:8], Axes(*shape))
+        options = options | {"mesh": mesh}
+        weights = jax.device_put(weights, [param_shardings(config, mesh, "unstacked")] * 4)
+    engine = made(config, swaps=True, **options)
+    batches = requests(seed, 4)
+    found = streamed(engine, batches, seed, *weights)
+    asked = [x for batch in batches for x in batch]
+    for one, completion in zip(asked, found, strict=True):
+        assert len(completion.tokens) <= one.max_tokens
+        assert_learned(config, one, completion, *(params(config, v) for v in range(4)))
+    assert any(len(x.versions) > 1 for x in found) and engine.stats.recomputed > 0
+    engine.idle()
+
+
+def test_the_same_weights_again_change_nothing() -> None:
+    engine, batches = made(PLAIN, swaps=True), requests(5, 3)
+    alone = [x for batch in batches for x in engine.generate(params(PLAIN), batch)]
+    assert_same(streamed(engine, batches, 5, *[params(PLAIN)] * 6), alone)
+
+
+class Letters(BareTokenizer):
+    def decode(self, tokens: Any, **kwargs: Any) -> str:
+        return "".join(chr(64 + token) for token in tokens)
+
+
+class Echo:
+    """Answers three turns, each some launches later."""
+
+    def __init__(self, late: list[tuple[int, Future[Reply], Reply]]):
+        self.late, self.turns, self.ended = late, 0, 0
+
+    def answer(self, text: str, *, eos: int | None, length: int) -> Future[Reply]:
+        self.turns += 1
+        tokens = tuple(12 + (length + 5 * i) % 40 for i in range(1 + length % 5))
+        said = Reply(tokens if self.turns < 3 else (), "again", 0.0)
+        reply: Future[Reply] = Future()
+        self.late.append((length % 3, reply, said))
+        return reply
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_episodes_go_on_with_new_weights(cancel: bool) -> None:
+    """Also those that wait for an answer as they come. A request that is cancelled leaves the
+    others what they are, and its episode ends, once."""
+    late: list[tuple[int, Future[Reply], Reply]] = []
+    echoes, often = (
+        [Echo(late) for _ in range(6)],
+        replace(SAMPLING, eos_ids=tuple(range(0, 61, 3))),
+    )
+    asked = [
+        SampleRequest(
+            *([13, 20 + i], often, RandomKey(3, 0, 0, i), LONGEST),
+            environment=echo,
+        )
+        for i, echo in enumerate(echoes)
+    ]
+    engine = made(PLAIN, swaps=True, episodes=True, tokenizer=Letters())
+    engine.swap(params(PLAIN, 0), 0)
+    futures = [engine.submit(request) for request in asked]
+    launches = 0
+    while engine.in_flight:
+        launches += 1
+        if launches in (3, 4, 8):
+            engine.swap(params(PLAIN, engine.version + 1), engine.version + 1)
+        if cancel and launches == 2:  # one in a slot, and one that waits for it
+            engine.cancel(futures[1])
+            engine.cancel(futures[5])
+        engine.step()
+        waiting, late[:] = late[:], []
+        for left, reply, said in waiting:
+            if left:
+                late.append((left - 1, reply, said))
+            else:
+                reply.set_result(said)
+    gone = {1, 5} if cancel else set()
+    assert {i for i, future in enumerate(futures) if future.cancelled()} == gone
+    begun = Counter(echo.ended for i, echo in enumerate(echoes) if i not in gone)
+    assert begun == {1: len(futures) - len(gone)}
+    assert (echoes[1].ended, echoes[5].ended) == ((1, 0) if cancel else (1, 1))
+    weights = [params(PLAIN, version) for version in range(4)]
+    found = {i: futures[i].result(timeout=0) for i in set(range(6)) - gone}
+    for i, completion in found.items():
+        assert_learned(PLAIN, asked[i], completion, *weights)
+    assert max(len(x.turns) for x in found.values()) == 5
+    assert any(len(x.versions) > 2 for x in found.values())
+
+
+def test_requests_of_another_way_wait_for_those_before_them() -> None:
+    """An evaluation between the samples of two batches: each has its own sampling."""
+    (one, two), greedy = requests(6, 2), replace(SAMPLING, temperature=0.0)
+    between = [replace(x, sampling=greedy) for x in one]
+    engine, tree = made(PLAIN), params(PLAIN)
+    alone = [x for batch in (one, between, two) for x in engine.generate(tree, batch)]
+    assert_same(streamed(engine, [one, between, two], 6, tree), alone)
+
+
+def test_idle_drops_what_is_in_flight() -> None:
+    engine, (batch, later) = made(PLAIN), requests(7, 2)
+    engine.swap(params(PLAIN))
+    futures = [engine.submit(request) for request in batch]
+    engine.step()
+    futures += [engine.submit(request) for request in later]
+    engine.idle()
+    assert engine.in_flight == 0 and engine.step() == 0
+    assert all(future.cancelled() or future.done() for future in futures)
+    assert any(future.cancelled() for future in futures)
+    assert_same(engine.generate(params(PLAIN), batch), engine.generate(params(PLAIN), batch))
