@@ -19,7 +19,8 @@ from typing import Any, Literal, Self, overload
 import jax
 import numpy as np
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "unfinished"]
+"""`unfinished`: still being sampled, as a checkpoint holds some (`schedule=streaming`)."""
 Row = Mapping[str, Any]
 """The metrics of a step by name, with the number of the step under `step`. None stands for a value
 that was not finite."""
@@ -215,6 +216,12 @@ class Completion(_Tokenized):
         return self.opening + self.text
 
     @property
+    def token_versions(self) -> np.ndarray:
+        """Returns the version of the weights of each token, as [len(tokens)] int."""
+        at, versions = zip(*(self.versions or [(0, -1)]), strict=True)
+        return np.repeat(versions, np.diff([*at, len(self.tokens)]))
+
+    @property
     def sampled(self) -> np.ndarray:
         """Returns which tokens the model wrote, as [len(tokens)] bool."""
         if not self.turns:
@@ -345,12 +352,14 @@ class Rollout:
     sampler_logprobs: np.ndarray
     """[B, C] float32, nats, 0 at padding."""
     policy_version: int
-    """Version of the weights that sampled this: the number of batches they were trained on. -1 for
-    completions of the data set or of the teacher."""
+    """Version of the weights that sampled this, the oldest of several: the number of batches they
+    were trained on. -1 for completions of the data set or of the teacher."""
     decode_steps: int = 0
     """Number of decode steps; 0 where nothing was decoded."""
     sent_back: int = 0
     """How often a completion lost its slot for want of pages of the cache, and was read again."""
+    read_again: int = 0
+    """Tokens that were prefilled a second time, for want of pages or with new weights."""
     waited_s: float = 0.0
     """Seconds in which sampling waited for environments alone."""
     notes: tuple[str, ...] = ()

@@ -87,7 +87,14 @@ class FollowingTeacherRole(SamplingTeacherRole, ReceivingRole, Protocol):
 class RolloutRole(SamplingRole, ReceivingRole, Protocol):
     """Samples with the policy's weights; each attempt uses different random numbers."""
 
-    def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout: ...
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        attempt: int = 0,
+        begun: Sequence[Completion] | None = None,
+    ) -> Rollout: ...
+    def unfinished(self) -> dict[int, Rollout]: ...
 
 
 class ReferenceRole(Protocol):
@@ -160,7 +167,7 @@ def call_deadlines(config: Config) -> dict[str, float]:
         **dict.fromkeys(("update", "inspect"), d.update),
         "use": d.startup,
         **dict.fromkeys(("publish", "publish_to_teacher", "load"), d.weight_sync),
-        **dict.fromkeys(("save", "saved"), d.checkpoint),
+        **dict.fromkeys(("save", "saved", "unfinished"), d.checkpoint),
         "export": d.export,
         "generate": d.generate,
         "sample": d.evaluate,

@@ -351,6 +351,7 @@ def refill_batch(sources: Sources, index: int) -> tuple[Future[Rollout], Future[
         batch,
         decode_steps=sum(rollout.decode_steps for rollout in rollouts),
         sent_back=sum(rollout.sent_back for rollout in rollouts),
+        read_again=sum(rollout.read_again for rollout in rollouts),
         waited_s=sum(rollout.waited_s for rollout in rollouts),
         notes=tuple(note for rollout in rollouts for note in rollout.notes),
         replaced=SampleCounts.count(

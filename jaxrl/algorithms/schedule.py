@@ -8,6 +8,10 @@ because calls return futures.
 
     serial        generate 0, score 0, train 0, publish 1, generate 1, ...
     one_step_off  generate 0, generate 1, score 0, train 0, publish 1, generate 2, score 1, ...
+
+`streaming` has the order of a lag of `staleness` batches, but the rollout begins a batch before
+those ahead of it have ended, and takes each version of the weights as it comes: batch i begins with
+a version of at least i - staleness, and its tokens are of that one and later ones.
 """
 
 from __future__ import annotations
@@ -16,8 +20,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxrl.config.schema import Config
+
 SCHEDULES: dict[str, int] = {"serial": 0, "one_step_off": 1, "two_step_off": 2}
-"""Name -> staleness: batches between the weights that generate and those that train."""
+"""Of those that generate a batch with one version of the weights: name -> staleness, the batches
+between the weights that generate and those that train."""
+
+
+def staleness_of(config: Config) -> int:
+    """Returns the most batches between weights that generate and those that train."""
+    return SCHEDULES.get(config.schedule, config.staleness)
 
 
 @dataclass(frozen=True)

@@ -373,7 +373,10 @@ def free_gb(path: Path) -> float:
     return shutil.disk_usage(path).free / 1e9
 
 
-WORDS, COUNTS = ("text", "opening", "finish_reason", "failure"), ("decode_steps", "sent_back")
+WORDS, COUNTS = (
+    ("text", "opening", "finish_reason", "failure"),
+    ("decode_steps", "sent_back", "read_again"),
+)
 """Fields of completions and of a batch that are words and numbers in its file, and (`NUMBERS`)
 those of each token, in one array of all completions."""
 NUMBERS = {"tokens": np.int32, "logprobs": np.float32, "sampler_logprobs": np.float32}
@@ -396,6 +399,7 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     words = {
         **{f"{name}s": [getattr(completion, name) for completion in completions] for name in WORDS},
         "turns": [[asdict(turn) for turn in completion.turns] for completion in completions],
+        "versions": [completion.versions for completion in completions],
         "prompts": begun,
         **{name: getattr(rollout, name) for name in ("policy_version", *COUNTS)},
     }
@@ -451,11 +455,13 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
             **dict(
                 {name: word for name, word in zip(WORDS, of, strict=True) if word is not None},
                 turns=tuple(Turn(**t | {"roles": (*t.get("roles", ()),)}) for t in turns or ()),
+                versions=tuple((at, version) for at, version in versions or ()),
                 experts=experts,
             ),
         )
-        for tokens, *logprobs, of, turns, experts in zip(
-            *pieces, said, words.get("turns", nothing), recorded, strict=True
+        for tokens, *logprobs, of, turns, versions, experts in zip(
+            *(*pieces, said, words.get("turns", nothing), words.get("versions", nothing), recorded),
+            strict=True,
         )
     ]
     groups = [completions[i * group : (i + 1) * group] for i in range(len(prompts))]

@@ -226,11 +226,18 @@ class Config(Section, metaclass=_Parsed):
     """Weight of the divergence from a teacher that is added to the policy loss; above 0 a teacher
     is needed."""
     schedule: Annotated[
-        Literal["serial", "one_step_off", "two_step_off"],
+        Literal["serial", "one_step_off", "two_step_off", "streaming"],
         refused("it decides which weights sample each batch"),
     ] = "serial"
     """Number of batches by which the weights of the rollout lag behind those of the actor: serial
-    0, one_step_off 1, two_step_off 2. With a lag, generating and training overlap."""
+    0, one_step_off 1, two_step_off 2. With a lag, generating and training overlap. streaming: the
+    rollout never waits for the longest completion of a batch: it begins the next ones meanwhile and
+    takes new weights as they come, between two launches; no token is older than `staleness`."""
+    staleness: Annotated[
+        int, Field(ge=1, le=8), refused("it decides which weights sample each batch")
+    ] = 1
+    """Of schedule=streaming: most updates between the weights that sample a token and those that
+    learn it."""
     steps: Annotated[Positive, MORE_STEPS] = 200
     """Batches to train on."""
     batch_size: Annotated[Positive, PROMPTS] = 32
@@ -595,6 +602,26 @@ class Config(Section, metaclass=_Parsed):
 
 def _run_rules(c: Config) -> Iterator[Rule]:
     yield from run_rules(c)
+    streams = c.schedule == "streaming"
+    yield (
+        c.staleness != 1 and not streams,
+        "staleness schedule",
+        "the lag of another schedule is fixed",
+        "schedule=streaming, or staleness=1",
+    )
+    why, instead = "a checkpoint cannot hold {} yet", "schedule=one_step_off"
+    yield (
+        streams and c.environment.name is not None,
+        "schedule environment.name",
+        why.format("an unfinished episode"),
+        instead,
+    )
+    yield (
+        streams and c.policy.router_replay,
+        "schedule policy.router_replay",
+        why.format("the experts of an unfinished completion"),
+        instead,
+    )
     d, own = c.distill, c.spec.signal is not None
     yield (
         c.learns_from_teacher and own != (d.signal == "own"),

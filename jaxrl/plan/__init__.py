@@ -125,6 +125,13 @@ def make_plan(
         placement = check_visible(placement, len(seen.devices))
     for role in served:
         placement = place_without_devices(placement, role)
+    pool = placement.pool_of("rollout").roles if "rollout" in placement.roles else ()
+    if config.schedule == "streaming" and (beside := [role for role in pool if role != "rollout"]):
+        raise UserError(
+            f"schedule=streaming: the rollout samples all the time, and shares its devices with"
+            f" {', '.join(beside)} in mesh={config.mesh}; give it its own, as in"
+            " mesh=actor=1,rollout=1, or set schedule=serial"
+        )
     roles = tuple(role for role in roles if role not in served)
     frozen: Keywords = {"several": teachers if len(teachers) > 1 else ()}
     if "reward" in roles and config.reward.model is not None:

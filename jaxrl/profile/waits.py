@@ -23,7 +23,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
 
-from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.algorithms.schedule import SCHEDULES, staleness_of
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import UserError
 from jaxrl.plan import planned_run
@@ -323,7 +323,7 @@ class RunSetup:
 
     @property
     def staleness(self) -> int:
-        return SCHEDULES[self.config.schedule]
+        return staleness_of(self.config)
 
     @cached_property
     def planned(self) -> Candidate | None:

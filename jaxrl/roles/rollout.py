@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,8 +32,8 @@ from jaxrl.roles.actor import PUBLISHED, SENT, shared_base
 from jaxrl.roles.declared import Program, Remedy, Resident, local_bytes
 from jaxrl.roles.run_shapes import RunArrays, RunShapes, common_remedies, fractions
 from jaxrl.roles.sampling_programs import abstract_cache, sampling_params, sampling_programs
-from jaxrl.runtime.worker import detail, phase, stopping
-from jaxrl.sampling.engine import Aborted, Engine
+from jaxrl.runtime.worker import Later, detail, phase, stopping
+from jaxrl.sampling.engine import Aborted, Engine, EngineStats
 from jaxrl.sampling.partial_completion import RandomKey, SampleRequest
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
@@ -174,7 +175,14 @@ class Sampler:
                 f"environment.name={config.environment.name} needs a rollout in one process, and"
                 f" this one is in {jax.process_count()}: give rollout the devices of one host"
             )
-        self.engine = Engine(
+        self._streams = config.schedule == "streaming" and not teacher
+        if self._streams and jax.process_count() > 1:
+            raise UserError(
+                "schedule=streaming needs a rollout in one process, and this one is in"
+                f" {jax.process_count()}: give rollout the devices of one host"
+            )
+        make_engine = partial(
+            Engine,
             self.model,
             mesh,
             slots=slots,
@@ -186,6 +194,12 @@ class Sampler:
             tokenizer=tokenizer,
             ledger=current(),
         )
+        self.engine = make_engine()
+        self._stream = make_engine(swaps=True) if self._streams else self.engine
+        """Samples the batches, several at once where they are streamed; `engine` samples what is
+        asked for at once."""
+        self._begun: dict[int, tuple[Sequence[Prompt], list[Future[Completion]]]] = {}
+        """Step -> the prompts of a batch that is being streamed, and its completions in order."""
         _, self._shardings = frozen_and_trained(param_shardings(model, mesh, "unstacked"))
         if params is None and not teacher:
             dtype = jnp.dtype(config.rollout.dtype)
@@ -197,7 +211,8 @@ class Sampler:
         self._merge = merge_adapters_program(model, mesh) if merges else None
 
     def close(self) -> None:
-        """Ends the processes of the environments."""
+        """Drops what is being streamed, and ends the processes of the environments."""
+        self._stream.idle()
         if self._episodes is not None:
             self._episodes.close()
 
@@ -225,6 +240,8 @@ class Sampler:
         with phase(f"take version {weights.version}"):
             self._take(arrived)
         self.version = weights.version
+        if self._streams:
+            self._stream.swap(self._weights, self.version)
         verify_arrays("rollout", self.params, self.mesh)
         return metrics
 
@@ -259,10 +276,53 @@ class Sampler:
         assert self.params is not None, "`_sample` refuses it"
         return self.params if self._merge else join_adapters(self._base, self.params)
 
-    def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        attempt: int = 0,
+        begun: Sequence[Completion] | None = None,
+    ) -> Rollout:
         """Samples `group_size` completions of each prompt and pads them to one batch. The random
-        numbers depend on the run's seed, `step`, `attempt` and the prompts' ids."""
-        return self.make_batch(*self._sample(prompts, "train", step, attempt))
+        numbers depend on the run's seed, `step`, `attempt` and the prompts' ids.
+
+        Args:
+            begun: what there is of the completions, as `unfinished` returned them.
+        """
+        if not self._streams:
+            return self.make_batch(*self._sample(prompts, "train", step, attempt))
+        prompts, requests = self._requests(prompts, "train", step, attempt)
+        so_far: Sequence[Completion | None] = begun or [None] * len(requests)
+        futures = list(map(self._stream.submit, requests, so_far))
+        self._begun[step] = prompts, futures
+        later: Any = Later(self._work_on, partial(self._finished, step))  # the worker waits for it
+        return later
+
+    def _work_on(self) -> None:
+        self._stream.step()
+        detail(f"batches {', '.join(map(str, self._begun))}: {self._stream.in_flight} left")
+
+    def _finished(self, step: int) -> Rollout | None:
+        """Returns the batch of a step once all its completions have ended."""
+        prompts, futures = self._begun[step]
+        if not all(future.done() for future in futures):
+            return None
+        del self._begun[step]
+        batch = self.make_batch(prompts, self._by_prompt([x.result() for x in futures]))
+        self._stream.stats = EngineStats(slots=self._stream.slots)
+        return batch
+
+    def unfinished(self) -> dict[int, Rollout]:
+        """Returns the batches that are being streamed, by step, with what there is of their
+        completions: what a checkpoint has of them."""
+        return {
+            step: self._pack(prompts, self._by_prompt(self._stream.so_far(futures)))
+            for step, (prompts, futures) in self._begun.items()
+        }
+
+    def _by_prompt(self, completions: list[Completion]) -> list[list[Completion]]:
+        n = self.config.group_size
+        return [completions[i : i + n] for i in range(0, len(completions), n)]
 
     def completions(self, prompts: Sequence[Prompt], step: int) -> list[list[Completion]]:
         """Samples the completions of `generate` [len(prompts)][group_size], not yet made a
@@ -273,15 +333,12 @@ class Sampler:
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> Rollout:
         """Pads the completions of each prompt to one rectangular batch, on the host."""
-        assert self._packing is not None, "a sampler without `packing` makes no batches"
-        sampled = [prompt.to_sample for prompt in prompts]
-        options = {"policy_version": self.version, **self._packing}
-        rollout = make_rollout(sampled, completions, **options)
-        stats = self.engine.stats
+        rollout, stats = self._pack(prompts, completions), self._stream.stats
         rollout = replace(
             rollout,
             decode_steps=stats.decode_steps,
             sent_back=stats.preemptions,
+            read_again=stats.recomputed,
             waited_s=stats.waiting_seconds,
             notes=tuple(self.notes),
         )
@@ -296,9 +353,54 @@ class Sampler:
                 ids = jax.block_until_ready(self._topk(*arguments))
         return replace(rollout, student_topk=to_host(ids))
 
+    def _pack(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> Rollout:
+        assert self._packing is not None, "a sampler without `packing` makes no batches"
+        sampled = [prompt.to_sample for prompt in prompts]
+        begun = [one.versions[0][1] for group in completions for one in group if one.versions]
+        options = {"policy_version": min(begun, default=self.version), **self._packing}
+        return make_rollout(sampled, completions, **options)
+
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
         """Samples `eval.samples` completions of each prompt, as `eval.*` says."""
         return self._sample(prompts, "eval")[1]
+
+    def _requests(
+        self, prompts: Sequence[Prompt], split: Split, step: int = 0, attempt: int = 0
+    ) -> tuple[Sequence[Prompt], list[SampleRequest]]:
+        """Returns the prompts, as environments begin them, and the requests of each in order."""
+        if self.params is None:
+            raise RuntimeError("no weights have been loaded yet")
+        training = split == "train"
+        sampling, episodes = self._sampling[split], None
+        n = self.config.group_size if training else self.config.eval.samples
+        prompts = [prompt.to_sample for prompt in prompts]
+        if self._episodes is not None:
+            prompts, episodes = self._episodes.begin(
+                prompts,
+                n=n,
+                step=step if training else self.version,
+                attempt=attempt,
+                split=split,
+                most=sampling.max_new_tokens,
+            )
+        seed = self.config.seed + (0 if training else EVAL_SEED)
+        replayed = training and self.config.policy.router_replay and not self._teacher
+        return prompts, [
+            SampleRequest(
+                (self._teacher and (prompt.teacher_generation_tokens or prompt.teacher_tokens))
+                or prompt.tokens,
+                sampling,
+                RandomKey(seed, step, attempt, prompt.id, sample),
+                sampling.max_new_tokens,
+                turn_tokens=self.config.environment.turn_tokens,
+                environment=None if episodes is None else episodes.episode(index, sample),
+                record_experts=replayed,
+            )
+            for index, prompt in enumerate(prompts)
+            for sample in range(n)
+        ]
 
     def _sample(
         self,
@@ -309,42 +411,15 @@ class Sampler:
         abort: Callable[[], bool] = stopping,
     ) -> tuple[Sequence[Prompt], list[list[Completion]]]:
         """Returns the prompts, as environments begin them, and the completions of each."""
-        if self.params is None:
-            raise RuntimeError("no weights have been loaded yet")
-        training = split == "train"
-        sampling = self._sampling[split]
-        n = self.config.group_size if training else self.config.eval.samples
-        prompts = [prompt.to_sample for prompt in prompts]
+        n = self.config.group_size if split == "train" else self.config.eval.samples
         with phase(f"{len(prompts)} prompts x {n}, version {self.version}"):
-            episodes = None
-            if self._episodes is not None:
-                prompts, episodes = self._episodes.begin(
-                    prompts,
-                    n=n,
-                    step=step if training else self.version,
-                    attempt=attempt,
-                    split=split,
-                    most=sampling.max_new_tokens,
-                )
-            seed = self.config.seed + (0 if training else EVAL_SEED)
-            replayed = training and self.config.policy.router_replay and not self._teacher
-            requests = [
-                SampleRequest(
-                    (self._teacher and (prompt.teacher_generation_tokens or prompt.teacher_tokens))
-                    or prompt.tokens,
-                    sampling,
-                    RandomKey(seed, step, attempt, prompt.id, sample),
-                    sampling.max_new_tokens,
-                    turn_tokens=self.config.environment.turn_tokens,
-                    environment=None if episodes is None else episodes.episode(index, sample),
-                    record_experts=replayed,
-                )
-                for index, prompt in enumerate(prompts)
-                for sample in range(n)
-            ]
+            prompts, requests = self._requests(prompts, split, step, attempt)
+            if self._streams:
+                self._stream.park()
             done = self.engine.generate(
                 self._weights,
                 requests,
+                version=self.version,
                 abort=abort,
                 on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),
             )

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.methods import sampled_share
-from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.algorithms.schedule import staleness_of
 from jaxrl.algorithms.signals import Projection, score_completions, signal_tensors
 from jaxrl.config.schema import Config
 from jaxrl.config.section import show_value
@@ -239,7 +239,7 @@ class RunShapes:
         self.config, self.inputs, self.axes = config, inputs, inputs.axes(config)
         self.student, self.teacher = inputs.student, inputs.teacher
         self.prompt_rows, self.sequences = config.batch_size, config.batch_rows  # B
-        self.staleness = SCHEDULES[config.schedule]  # batches generated ahead
+        self.staleness = staleness_of(config)  # batches generated ahead
         self.prompt_tokens, self.new_tokens = inputs.widths(config)
         self.width = self.prompt_tokens + self.new_tokens
         self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))

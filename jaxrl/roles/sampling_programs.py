@@ -22,7 +22,7 @@ from jaxrl.models.shared_prompts import PAGE, Pages, Seats
 from jaxrl.roles.declared import Program, local_bytes, placed
 from jaxrl.roles.run_shapes import RunArrays, asked, evaluated
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, Engine, SamplingParams
+from jaxrl.sampling.engine import ANSWER_ROWS, Engine, SamplingParams, parts_of
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sampling.slots import pages_of, rows_at_most, seats_of_row
 from jaxrl.sharding.axes import ROWS
@@ -61,6 +61,7 @@ def sampling_programs(
     """
     c, m, teaches = run.config, run.shapes, role == "teacher"
     most = c.teacher_new_tokens if teaches else c.max_new_tokens
+    streams = c.schedule == "streaming" and not teaches
     if not teaches:
         m.paged_cache()  # raises where it cannot be
     engine = Engine(
@@ -72,6 +73,7 @@ def sampling_programs(
         launch_tokens=c.rollout.launch_tokens,
         cache_tokens=None if teaches else c.rollout.cache_tokens,
         episodes=not teaches and c.environment.name is not None,
+        swaps=streams,
     )
     asks, params = asked(c, role), run.params(role, model)
     ways = [(sampling_params(c, "train", most), asks[0])] if share > 0 else []
@@ -79,6 +81,8 @@ def sampling_programs(
         ways.append((sampling_params(c, "eval", most), asks[-1]))
     kinds = set()
     for i, (sampling, (prompts, samples)) in enumerate(ways):
+        if streams and not i:  # those of several batches may be in flight
+            prompts *= 1 + m.staleness
         for program in engine_programs(
             *(role, engine, params, sampling, prompts, samples),
             prefilled=m.prefill_rows(role),
@@ -202,19 +206,21 @@ def engine_programs(
         taken = left + 1
     if engine.pages is not None:
         fewer = {n for n in map(engine.pages_for_slots, fewer) if n < engine.pages}
-    if fewer and not engine.episodes:
+    if fewer and not engine.episodes and not engine.swaps:
         name = "fewer pages" if paged else "fewer slots"
         layer: Any = [(keys, values)], size[1], rows(max(fewer) * shards)
         how = {"beside": held, "within": largest, "calls": len(layers) * len(fewer)}
         yield program(name, decode.resize, *layer, **how)
 
-    if engine.episodes:
+    if engine.episodes or (engine.swaps and not paged):
         answers, calls = ANSWER_ROWS * shards, -(-prompts * samples // ANSWER_ROWS)
         number = whole(answers)
-        texts = SlotTokens(whole(answers, ANSWER_TOKENS[1]), number, number)
+        widest = max(end - start for start, end in parts_of(engine.length))
+        texts = SlotTokens(whole(answers, widest), number, number)
         arrays: Any = params, slots, shared, texts, number, number, number
         how = {"within": (slots, shared), "calls": calls}
-        yield program("answers of environments", decode.extend_slots, *arrays, **how)
+        name = "answers of environments" if engine.episodes else "read again"
+        yield program(name, decode.extend_slots, *arrays, **how)
     if paged:
         most = engine.max_new_tokens
         longest = engine.prompt_width(engine.max_prompt_tokens + most, beyond=most)

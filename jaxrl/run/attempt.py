@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxrl.algorithms.methods import holds_samples, method_of, needed_roles
 from jaxrl.algorithms.protocols import ActorRole, Sources
-from jaxrl.algorithms.schedule import SCHEDULES
+from jaxrl.algorithms.schedule import staleness_of
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.fingerprint import changes
 from jaxrl.checkpoint.model_source import FINAL, resolve_model
@@ -151,7 +151,7 @@ def interrupt_of(config: Config) -> Interrupt:
     d = config.deadlines
     patience = d.interrupt
     if patience is None:
-        running = d.generate + d.evaluate if SCHEDULES[config.schedule] else 0.0
+        running = d.generate + d.evaluate if staleness_of(config) else 0.0
         patience = max(d.update, running) + d.checkpoint
     return Interrupt(patience)
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from jaxrl.algorithms import protocols
 from jaxrl.algorithms.methods import method_of
-from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
-from jaxrl.checkpoint.writer import CheckpointWriter
+from jaxrl.algorithms.schedule import Action, Schedule, staleness_of
+from jaxrl.checkpoint.writer import CheckpointWriter, PendingResult
 from jaxrl.config.schema import Config
 from jaxrl.errors import Stopped
 from jaxrl.run.reporting import Futures, Run
@@ -65,7 +65,7 @@ class Calls:
         self.submitted = 0
         """Number of batches that the actor was asked to train on."""
         self._by_hand = by_hand
-        self._config, self._ahead, self._lazy = config, SCHEDULES[config.schedule], config.lazy
+        self._config, self._ahead, self._lazy = config, staleness_of(config), config.lazy
         self._role_calls = protocols.role_calls(config)
         self._deadlines = protocols.call_deadlines(config)
         self._open: list[tuple[str, int, Future[object]]] = []
@@ -133,6 +133,19 @@ class Calls:
         batch, such as an evaluation, is left to the run that resumes."""
         latest = {"publish": end - 1, "generate": end + self._ahead}.get(kind, end)
         return end > 0 and row <= latest
+
+
+@dataclass(frozen=True)
+class SoFar:
+    """A batch that is being streamed, as a checkpoint has it: whole, or what there is of it."""
+
+    index: int
+    made: PendingResult[Rollout]
+    so_far: Future[dict[int, Rollout]]
+
+    def result(self) -> Rollout:
+        unfinished = self.so_far.result()
+        return unfinished.get(self.index) or self.made.result()
 
 
 @dataclass
@@ -203,7 +216,7 @@ class Loop:
         """Sends the weights after `step` batches to whoever works with them. Arguments as in
         `run`."""
         in_flight, ahead = len(rollouts), not self._followers
-        staleness = SCHEDULES[self.config.schedule]
+        staleness = staleness_of(self.config)
         self._schedule = Schedule.resume(step, in_flight, self.config.steps, staleness, ahead)
         if step == 0:
             self._publish(0)
@@ -217,7 +230,13 @@ class Loop:
         self._reported = step
         self.reporter.amend(step, self._take(step))
         for index, rollout in rollouts.items():
-            self.futures["rollout", index] = done_future(rollout)
+            made = done_future(rollout)
+            if any(one.finish_reason == "unfinished" for one in rollout.completions):
+                self.calls.kind, self.calls.row = "generate", index + 1
+                prompts, begun = self.sources.prompts(index), rollout.completions
+                generate = protocols.RolloutRole.generate
+                made = self.calls.call("rollout", generate, prompts, step=index, begun=begun)
+            self.futures["rollout", index] = made
 
     def act(self, action: Action) -> None:
         """Makes the calls of an action: of `train` also those of a save that is due then, of
@@ -280,7 +299,12 @@ class Loop:
         saved = self.calls.call("actor", protocols.ActorRole.saved, asked)
         generated = min(self._schedule.generated, step + self._schedule.staleness)
         ahead = ((i, ("rollout", i)) for i in range(step, generated))
-        in_flight = {i: self.futures[key] for i, key in ahead if key in self.futures}
+        in_flight: dict[int, PendingResult[Rollout]] = {
+            i: self.futures[key] for i, key in ahead if key in self.futures
+        }
+        if in_flight and self.config.schedule == "streaming":
+            so_far = self.calls.call("rollout", protocols.RolloutRole.unfinished)
+            in_flight = {i: SoFar(i, made, so_far) for i, made in in_flight.items()}
         schedule = {"name": self.config.schedule, "generated": generated, "trained": step}
         self.checkpoints.begin(step, saved, in_flight, schedule)
 

@@ -286,6 +286,17 @@ class Future(ABC, Generic[T_co]):
         )
 
 
+@dataclass(frozen=True)
+class Later(Generic[T]):
+    """What a method returns that has begun its work: the worker takes further calls, and works on
+    between them, also while a call waits for its arguments."""
+
+    work: Callable[[], None]
+    """Does a part of the work of all such calls to the role that have not ended."""
+    value: Callable[[], T | None]
+    """Returns the value of the call; None before its end."""
+
+
 class Wait(Protocol):
     """A function that waits for a future and returns its value. It may raise further errors."""
 
@@ -526,6 +537,8 @@ class LocalWorker:
         """What makes those that are not there yet."""
         self._protocols: dict[str, type | None] = {}
         self._calls: queue.SimpleQueue[LocalFuture | None] = queue.SimpleQueue()
+        self._begun: list[tuple[LocalFuture, Later[object]]] = []
+        """Calls that go on between others."""
         self.clock = awake_clock()  # looked at before the first call begins
         self.thread = threading.Thread(target=self._run, name=f"worker:{name}", daemon=True)
         self.thread.start()
@@ -562,7 +575,7 @@ class LocalWorker:
 
     def _run(self) -> None:
         use(self.ledger)
-        while (call := self._calls.get()) is not None:
+        while (call := self._next_call()) is not None:
             if self._stopping.is_set():
                 call.finish(error=Stopped("the run is over"))
             elif call.epoch <= self._dropped:
@@ -573,16 +586,57 @@ class LocalWorker:
                 self.running = None
             del call  # a worker that waits keeps no call alive
             self.phase.begin("idle")
+        for begun, _ in self._begun:
+            begun.finish(error=Stopped("the run is over"))
         for role in self._roles.values():
             if hasattr(role, "close"):  # it has processes of its own
                 role.close()
+
+    def _next_call(self) -> LocalFuture | None:
+        """Waits for the next call, and works meanwhile on those that have begun; None: the run is
+        over."""
+        queued: list[LocalFuture | None] = []
+        while self._begun:
+            with contextlib.suppress(queue.Empty):
+                queued = queued or [self._calls.get_nowait()]
+            if queued:
+                call = queued[0]
+                if call is None or call.done() or all(x.done() for x in call.inputs()):
+                    return call
+            self._work_on()
+        return queued[0] if queued else self._calls.get()
+
+    def _work_on(self) -> None:
+        """Does a part of the work of the calls that have begun, and ends those that are done."""
+        call, later = self._begun[0]
+        name = f"{call.role}.{call.method}"
+        self.running = call
+        self.phase.begin(name)
+        self.ledger.enter(name)
+        with self._ends(call):
+            later.work()
+        if call.done():  # by an error, which is that of all
+            for other, _ in self._begun[1:]:
+                other.finish(error=call.error)
+            self._begun.clear()
+        for one in list(self._begun):
+            call, later = one
+            with self._ends(call):
+                if (value := later.value()) is not None:
+                    self._finish(call, value)
+            if call.done():
+                self._begun.remove(one)
+                for other, _ in self._begun:  # the seconds of one are no other's
+                    other.times.started = call.times.finished
+        self.running = None
+        self.phase.begin("idle")
 
     def _execute(self, call: LocalFuture, own: Phase) -> None:
         """Runs one call; `own` is the worker's phase or, where it runs aside, its own."""
         here.phase, here.stopping, here.worker = own, self._stopping, self
         call.phase, call.thread = own, threading.current_thread()
         name = f"{call.role}.{call.method}"
-        try:
+        with self._ends(call):
             own.begin(f"{name}: waiting for arguments")
             value_of = functools.partial(self._value, call)
             args = [map_leaves(arg, value_of) for arg in call.args]
@@ -621,10 +675,23 @@ class LocalWorker:
                 # What a trace shows of the call; a microsecond where none is written.
                 with (StepTraceAnnotation if shown else TraceAnnotation)(name, **shown):
                     value = getattr(self._roles[call.role], call.method)(*args, **kwargs)
-            value = value if call.then is None else call.then(value)
-            if not call.aside:
-                call.times.moves = self.ledger.take_moves()
-            call.finish(value)
+            if isinstance(value, Later):
+                self._begun.append((call, value))
+            else:
+                self._finish(call, value)
+
+    def _finish(self, call: LocalFuture, value: object) -> None:
+        value = value if call.then is None else call.then(value)
+        if not call.aside:
+            call.times.moves = self.ledger.take_moves()
+        call.finish(value)
+
+    @contextlib.contextmanager
+    def _ends(self, call: LocalFuture) -> Iterator[None]:
+        """Ends the call with the error of this block, if there is one."""
+        name = f"{call.role}.{call.method}"
+        try:
+            yield
         except StopTraining as stop:
             self.stop_asked = self.stop_asked or stop.from_code(name)
             self._drop(call, Stopped(f"{stop.by} raised StopTraining: {stop}"))

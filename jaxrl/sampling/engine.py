@@ -172,10 +172,12 @@ class Engine:
         """Number of free slots at which a launch ends early while samples wait."""
         target = target_on(mesh)
         self.target, self.width_multiple = target, target.width_multiple
-        self.episodes = episodes
-        # The padding of a part that `decode.extend_slots` reads may lie there.
-        beyond = ANSWER_TOKENS[1] if episodes or swaps else 0
-        self.length = round_up(max_new_tokens + beyond, target.width_multiple)
+        self.episodes, self.swaps = episodes, swaps
+        # The padding of a part that `decode.extend_slots` reads lies there: an answer's, which may
+        # begin anywhere, or that of a completion which is read again from its beginning.
+        beyond = ANSWER_TOKENS[1] if episodes else 0
+        longest = max([max_new_tokens, *(end for _, end in parts_of(max_new_tokens) if swaps)])
+        self.length = round_up(longest + beyond, target.width_multiple)
         """Most positions of a slot, behind its prompt."""
         self.pages: int | None = None
         """Pages in the pool of each data shard; None: there is none."""
@@ -207,9 +209,12 @@ class Engine:
         """Returns how many requests have no completion yet."""
         return len(self._waiting) + (0 if self._decoding is None else self._decoding.in_flight)
 
-    def submit(self, request: SampleRequest) -> Future[Completion]:
+    def submit(self, request: SampleRequest, begun: Completion | None = None) -> Future[Completion]:
         """Takes a request; returns at once. Requests get slots in the order in which they come, but
         those of another `SampleRequest.way` only when all before them have ended.
+
+        Args:
+            begun: of `so_far`, from which it goes on.
 
         Raises:
             UserError: the prompt or its sampling does not fit the engine.
@@ -221,6 +226,11 @@ class Engine:
         self._check(request)
         sample = PartialCompletion(self._requests, self._prompts, request)
         self._requests += 1
+        if begun is not None and begun.finish_reason != "unfinished":
+            sample.future.set_result(begun)
+            return sample.future
+        if begun is not None:
+            sample.begin_with(begun)
         self._waiting.append(sample)
         return sample.future
 
@@ -237,7 +247,7 @@ class Engine:
                 return 0
             assert self.params is not None, "`swap` comes first"
             self._decoding = _Decoding(self, self._next_waiting())
-        elif self._waiting and self._waiting[0].request.way == self._decoding.way:
+        elif self._waiting and self._decoding.accepts(self._waiting[0]):
             self._decoding.admit(self._next_waiting())
         tokens = self._decoding.step()
         if not self._decoding.in_flight:
@@ -267,6 +277,26 @@ class Engine:
         if self._decoding is not None:
             self._decoding.read_again()
 
+    def park(self) -> None:
+        """Gives back the memory of the caches; what is in flight is read again when it goes on."""
+        if self._decoding is not None:
+            self._decoding.read_again()
+            self._decoding.cache, self._decoding.prompt_cache = [], []
+        self.ledger.drop(CACHE)
+
+    def so_far(self, futures: Sequence[Future[Completion]]) -> list[Completion]:
+        """Returns the completions of requests; of those in flight, what there is of them, whose
+        `finish_reason` is `unfinished`."""
+        known = list(self._waiting)
+        if self._decoding is not None:
+            self._decoding.find_ends()
+            known += [*self._decoding.slots.queue, *self._decoding.slots.seated.values()]
+        left = {id(sample.future): sample for sample in known}
+        return [
+            left[id(future)].completion() if id(future) in left else future.result(timeout=0)
+            for future in futures
+        ]
+
     def cancel(self, future: Future[Completion]) -> None:
         """Drops the request that the future is of: its slot is free from the next launch on, and
         its episode ends. Nothing happens where it has a completion already."""
@@ -294,6 +324,7 @@ class Engine:
         params: Params,
         requests: Sequence[SampleRequest],
         *,
+        version: int = 0,
         abort: Callable[[], bool] | None = None,
         on_tokens: Callable[[int, int], None] | None = None,
     ) -> list[Completion]:
@@ -301,6 +332,7 @@ class Engine:
 
         Args:
             params: on the mesh, unstacked.
+            version: of these, for `Completion.versions`.
             abort: called between launches; if it returns True, `Aborted` is raised.
             on_tokens: called after each launch with the number of tokens decoded and of completions
                 finished so far.
@@ -313,7 +345,7 @@ class Engine:
         self.stats = EngineStats(slots=self.slots)
         tokens, total = 0, len(requests)
         try:
-            self.swap(params)
+            self.swap(params, version)
             futures = [self.submit(request) for request in requests]
             while left := self.in_flight:
                 if abort is not None and abort():
@@ -388,7 +420,7 @@ class _Decoding:
 
     def __init__(self, engine: Engine, samples: list[PartialCompletion]):
         """Makes room for these samples, from which the sizes of arrays follow."""
-        self.engine, self.stats, self.ledger = engine, engine.stats, engine.ledger
+        self.engine, self.ledger = engine, engine.ledger
         mesh, shards = engine.mesh, engine.row_shards
         self.way = samples[0].request.way
         self.sampling, self.record = self.way
@@ -405,9 +437,9 @@ class _Decoding:
         self.pool = None if engine.pages is None else PagePool(shards, engine.pages)
         self.slots = Slots(engine.slots, shards, engine.launch_tokens, self.pool)
         n, prompts = _group_sizes(samples)
-        # The rows of episodes' prompts are all there from the start: so are the shapes of programs.
-        per_shard = self.slots.per_shard
-        self.rows = PromptRows(shards, per_shard, n, prompts, fixed=engine.episodes)
+        # What comes at any time finds its rows there, and so the shapes of programs.
+        per_shard, fixed = self.slots.per_shard, engine.episodes or engine.swaps
+        self.rows = PromptRows(shards, per_shard, n, prompts, fixed=fixed)
         self.width = self.prefill_batch = 0
         self.episodes = False
         self.prompt_experts: dict[int, np.ndarray] = {}
@@ -427,17 +459,20 @@ class _Decoding:
         return self.engine.params
 
     @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats
+
+    @property
     def in_flight(self) -> int:
         return len(self.slots.queue) + len(self.slots.seated)
 
+    def accepts(self, sample: PartialCompletion) -> bool:
+        """Returns whether a request may join those in flight: none of the slots were given up."""
+        return sample.request.way == self.way and len(self.slots.table) == self.engine.slots
+
     def admit(self, samples: list[PartialCompletion]) -> None:
-        """Queues further samples, and makes room for more and larger ones."""
+        """Queues further samples, and makes room for larger ones."""
         self.slots.queue.extend(samples)
-        if len(self.slots.table) < self.engine.slots:  # some were given up
-            self.slots.grow(self.engine.slots)
-            self.rows.slots = self.slots.per_shard
-            if self.pool is not None and self.engine.pages is not None:
-                self.pool.grow(self.engine.pages)
         n, prompts = _group_sizes([*self.slots.seated.values(), *self.slots.queue])
         self.rows.expect(n, prompts)
         longest = max(len(sample.request.prompt) for sample in samples)
@@ -448,7 +483,7 @@ class _Decoding:
 
     def read_again(self) -> None:
         """Has the weights of the engine compute all keys and values again."""
-        self._find_ends()  # what has ended has its version
+        self.find_ends()  # what has ended has its version
         for sample in list(self.slots.seated.values()):
             self.slots.send_back(sample)
         self.rows.forget()
@@ -476,7 +511,7 @@ class _Decoding:
         if self.pool is not None:
             if slots.is_short_of_pages():
                 # A stop string may have ended a sample, whose pages are then free.
-                self._find_ends()
+                self.find_ends()
             self.stats.preemptions += slots.allocate_pages()
         self._refill()
         if self.episodes:
@@ -498,7 +533,7 @@ class _Decoding:
                 wait(replies, LOOK_S, FIRST_COMPLETED)
             self.stats.waiting_seconds += time.perf_counter() - started
         if not self.in_flight:
-            self._find_ends()
+            self.find_ends()
             self.paused.close()
         return tokens
 
@@ -628,7 +663,7 @@ class _Decoding:
         # slots are given up, since a decode step computes free ones too; and with them rows of
         # prompts and pages.
         kept = None
-        ending = not slots.queue and not self.episodes
+        ending = not slots.queue and not self.episodes and not engine.swaps
         if ending and (pool is None or slots.most_pages() <= pool.pages):
             kept = slots.shrink(engine.fewer_slots)
         if kept is not None:
@@ -661,7 +696,7 @@ class _Decoding:
         more = self.knobs, prompts, pages
         with self.ledger.running(engine.launch, *arguments, *more, **static):
             self.cache, drawn, routed = engine.launch(*arguments, *more, **static)
-        self._find_ends()  # searches the tokens of the launch before while this one runs
+        self.find_ends()  # searches the tokens of the launch before while this one runs
         out = np.asarray(drawn)
         self._check_finite(out)
         experts = None if routed is None else np.asarray(routed)
@@ -682,7 +717,7 @@ class _Decoding:
             if over and sample.request.environment is None:
                 slots.free(sample)
         if self.episodes or (self.sampling.stop and not engine.search_beside):
-            self._find_ends()
+            self.find_ends()
         return int((out[:, :, 0] >= 0).sum())
 
     def _check_finite(self, drawn: np.ndarray) -> None:
@@ -728,7 +763,7 @@ class _Decoding:
         ended = begun and sample.tokens[-1] in self.sampling.eos_ids
         return ended or len(sample.tokens) == sample.turn_end
 
-    def _find_ends(self) -> None:
+    def find_ends(self) -> None:
         """Searches the collected tokens for stop strings, which end a turn, and decodes the text of
         turns that have ended. A launch that runs meanwhile still decodes the slots that this frees;
         those tokens are dropped."""
@@ -800,7 +835,6 @@ class _Decoding:
             samples: each with the number of tokens before these. The last one of them was sampled
                 and not yet read; the last one of all is left to the next launch.
         """
-        least, most = ANSWER_TOKENS
         parts: dict[tuple[int, int], list[tuple[PartialCompletion, int, list[int]]]] = {}
         reach = 0
         for sample, before in samples:
@@ -808,14 +842,15 @@ class _Decoding:
                 before = 0  # a state has no way back but to the end of the prompt
             sample.was_cut = False
             read = [sample.request.prompt[-1], *sample.tokens][before:-1]
-            for number, start in enumerate(range(0, len(read), most)):
-                tokens = read[start : start + most]
-                width = bucket(len(tokens), smallest=least, most=most)
-                parts.setdefault((number, width), []).append((sample, before + start, tokens))
-                reach = max(reach, before + start + width)
-        if self.pool is None and keys_of(self.cache).shape[decode.POSITIONS] < reach:
+            for number, (start, end) in enumerate(parts_of(len(read))):
+                part = sample, before + start, read[start:end]
+                parts.setdefault((number, end - start), []).append(part)
+                reach = max(reach, before + end)
+        if self.pool is None:
             slots = len(self.slots.table)
-            self._resize(self.cache, slots, self.engine.cache_length(reach, slots))
+            held = keys_of(self.cache).shape[decode.POSITIONS] if self.cache else 0
+            if held < reach:
+                self._resize(self.cache, slots, self.engine.cache_length(reach, slots))
         # A sample's parts follow one another.
         for (_, width), unread in sorted(parts.items(), key=lambda item: item[0]):
             while unread:
@@ -874,6 +909,14 @@ def _group_sizes(samples: Sequence[PartialCompletion]) -> tuple[int, int]:
     """Returns the most samples that a prompt has, and the number of prompts."""
     counts = Counter(sample.prompt for sample in samples)
     return max(counts.values()), len(counts)
+
+
+def parts_of(tokens: int) -> list[tuple[int, int]]:
+    """Returns where the parts begin and end, with their padding, in which so many tokens are
+    prefilled into slots."""
+    least, most = ANSWER_TOKENS
+    starts = range(0, tokens, most)
+    return [(x, x + bucket(min(tokens - x, most), smallest=least, most=most)) for x in starts]
 
 
 def prefill_batch(slots: int, prompts: int, n: int, width: int) -> int:

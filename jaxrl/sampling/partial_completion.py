@@ -145,6 +145,12 @@ class PartialCompletion:
             self.drawn = [np.concatenate([np.empty((0, 3), np.int32), *self.drawn])]
         return self.drawn[0][:, 0]
 
+    def begin_with(self, begun: Completion) -> None:
+        """Goes on from an unfinished completion of one turn."""
+        logprobs = np.array([begun.logprobs, begun.sampler_logprobs], np.float32)
+        self.drawn = [np.stack([np.array(begun.tokens, np.int32), *logprobs.view(np.int32)], 1)]
+        self.versions = list(begun.versions)
+
     def continue_with(self, version: int) -> None:
         """Notes the version of the weights that the next token is sampled with."""
         count = len(self.tokens)
@@ -182,8 +188,7 @@ class PartialCompletion:
         return self.finish_reason is None
 
     def completion(self) -> Completion:
-        """Returns the completion, which has ended."""
-        assert self.finish_reason is not None
+        """Returns the completion, or what there is of it."""
         tokens = TokenIds(self.tokens)
         logprobs = self.drawn[0][:, 1:].view(np.float32)
         experts = None
@@ -193,7 +198,7 @@ class PartialCompletion:
             tokens=tokens,
             logprobs=np.ascontiguousarray(logprobs[:, 0]),
             sampler_logprobs=np.ascontiguousarray(logprobs[:, 1]),
-            finish_reason=self.finish_reason,
+            finish_reason=self.finish_reason or "unfinished",
             text=self.text,
             opening=self.opening,
             experts=experts,

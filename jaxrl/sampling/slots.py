@@ -101,13 +101,6 @@ class PagePool:
         self.pages = pages
         return np.array([old + [0] * (pages - len(old)) for old in kept], np.int32).reshape(-1)
 
-    def grow(self, pages: int) -> None:
-        """Has more pages in each shard, free ones."""
-        for free in self._free:
-            free[:0] = range(self.pages, pages)[::-1]
-        self.free += pages - self.pages
-        self.pages = pages
-
     def table(self, seated: Mapping[int, PartialCompletion], slots: int, width: int) -> Pages:
         """Makes the table of the pages of all slots.
 
@@ -344,22 +337,6 @@ class Slots:
         self.per_shard = left
         self._list_vacant()
         return kept.reshape(-1).astype(np.int32)
-
-    def grow(self, slots: int) -> None:
-        """Has more slots, free ones, behind those of each shard; `slots` is their new number."""
-        before, after = self.per_shard, slots // self._shards
-        kept = np.arange(len(self.table)).reshape(self._shards, before)
-        places = (kept + (after - before) * np.arange(self._shards)[:, None]).reshape(-1)
-        for name, free in (("table", 0), ("prompts", -1), ("_pages", 0)):
-            old = getattr(self, name)
-            new = np.full((slots, *old.shape[1:]), free, old.dtype)
-            new[places] = old
-            setattr(self, name, new)
-        self.seated = {int(places[slot]): sample for slot, sample in self.seated.items()}
-        for slot, sample in self.seated.items():
-            sample.slot = slot
-        self.per_shard = after
-        self._list_vacant()
 
 
 def rows_at_first(slots: int, samples: int, prompts: int) -> int:

@@ -14,6 +14,7 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations
 from jaxrl.runtime.worker import (
     DeadlineExceeded,
+    Later,
     LocalWorker,
     LocalWorkerGroup,
     Stopped,
@@ -42,6 +43,23 @@ class Role:
 
     def refuse(self):
         raise UserError("batch_size=0 must be at least 1")
+
+    def count_to(self, end, fails=False):
+        """Goes on between other calls, one number at a time, together with others of its kind."""
+        self.counts = getattr(self, "counts", {})
+        self.counts[end] = 0
+
+        def work():
+            time.sleep(0.002)
+            for end in self.counts:
+                self.counts[end] += 1
+                if fails and self.counts[end] == 3:
+                    raise ZeroDivisionError("at three")
+
+        return Later(work, lambda: self.counts[end] if self.counts[end] >= end else None)
+
+    def counted(self):
+        return dict(self.counts)
 
     def hang(self):
         with phase("waiting for a collective"):
@@ -214,6 +232,53 @@ def test_a_call_that_has_not_begun_can_be_cancelled_and_one_that_runs_cannot(wor
     assert running.result() == "late" and not running.cancel()
     assert role.calls == [] and waiting.worker.failure is None
     assert waiting.call("add", 5, deadline=600).result() == 5
+
+
+def test_calls_that_go_on_between_others_end_when_they_have_their_value(worker):
+    """Others come in between, and one whose argument is not there yet holds nothing up."""
+    local, handle, role = worker
+    other = other_worker("teacher")
+    release = threading.Event()
+    long, short = (handle.call("count_to", n, deadline=5) for n in (400, 5))
+    other.worker._roles["teacher"].size = lambda array: release.wait(5) and 3
+    slow = other.call("size", np.zeros(1), deadline=5)
+    behind = handle.call("add", slow, deadline=5)
+    assert short.result() >= 5 and not long.done() and not behind.done()
+    assert local.state().phase.startswith("rollout.count_to") or local.state().phase == "idle"
+    between = handle.call("counted", deadline=5)
+    assert not between.wait(0.05)  # in order: what waits for its argument is before it
+    release.set()
+    assert behind.result() == 3 and 0 < between.result()[400] < 400
+    assert long.result() == 400
+    assert short.times.finished <= long.times.started  # their seconds are counted once
+    assert not behind.cancel() and role.counts[400] == 400
+
+
+def test_an_error_between_calls_ends_all_that_go_on(worker):
+    _, handle, _ = worker
+    calls = [
+        handle.call("count_to", n, fails, deadline=5) for n, fails in ((9, True), (800, False))
+    ]
+    for call in calls:
+        with pytest.raises(WorkerError, match="(?s)count_to failed in worker rollout.*at three"):
+            call.result()
+
+
+def test_what_goes_on_when_the_run_ends_is_dropped(worker):
+    local, handle, _ = worker
+    call = handle.call("count_to", 10**6, deadline=60)
+    while call.times.started is None:
+        time.sleep(0.001)
+    assert stop_all([local], 5)
+    with pytest.raises(Stopped):
+        call.result()
+
+
+def test_work_between_calls_that_hangs_is_late(worker):
+    _, handle, role = worker
+    role.count_to = lambda end: Later(role.hang, lambda: None)
+    with pytest.raises(DeadlineExceeded, match="(?s)rollout.count_to has run for .*3 of 4 done"):
+        handle.call("count_to", 1, deadline=0.3).result()
 
 
 class Adder(Protocol):

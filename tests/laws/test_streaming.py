@@ -1,0 +1,247 @@
+"""`schedule=streaming`: batches have their own prompts in order, no token is older than allowed,
+and what is being sampled when a run ends goes on when it resumes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import and_slow, needs_ray
+from runs import CONSTANT, GSPO, QUICK, SHORT, environment, save_pair, start, wait_for
+
+import jaxrl
+from jaxrl import Config, UserError, train
+from jaxrl.checkpoint.writer import load_rollout
+from jaxrl.roles.rollout import Sampler
+from jaxrl.telemetry.metrics import read_metrics
+from jaxrl.types import Completion, Rollout
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+SLOW = ["rollout.slots=4", "rollout.launch_tokens=1", "max_new_tokens=12"]
+"""Many launches a batch, so that new weights come in the midst of some."""
+STREAMS = ["schedule=streaming", "staleness=2", *SLOW]
+PLAIN = ["steps=5", "eval.every=2", "eval.prompts=6", "checkpoint.every=2"]
+CASES = {
+    "gspo": [*GSPO, "mesh=actor=1,rollout=1"],
+    "gkd": ["mesh=actor=1,rollout=1,teacher=1"],
+    "pages": [*GSPO, "mesh=actor=1,rollout=1", "rollout.cache_tokens=64"],
+    "mixed": ["mesh=actor=1,rollout=1,teacher=1", "distill.on_policy_fraction=0.5"],
+    "adapters": [*GSPO, "mesh=actor=1,rollout=1", "student.lora.rank=4"],
+    "several": ["mesh=actor=2,rollout=2,teacher=2"],
+    "followed": ["mesh=actor=1,rollout=1,teacher=1", "teacher.model=policy"],
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return save_pair(tmp_path_factory.mktemp("models"), layers=1)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[int, Rollout]:
+    """Step -> the batch that the rollout finished for it."""
+    batches: dict[int, Rollout] = {}
+    real = Sampler._finished
+
+    def finished(self: Sampler, step: int) -> Rollout | None:
+        batch = real(self, step)
+        if batch is not None:
+            batches[step] = batch
+        return batch
+
+    monkeypatch.setattr(Sampler, "_finished", finished)
+    return batches
+
+
+def config(models: list[str], run_dir: Path, case: str, *overrides: str) -> Config:
+    keys = [*models, *SHORT, *CONSTANT, *PLAIN, *CASES[case], f"run_dir={run_dir}", *overrides]
+    return Config.load(QUICK[1], keys)
+
+
+def assert_bounded(batches: dict[int, Rollout], staleness: int) -> None:
+    """Each token is of a version that the batch may have, and they only get newer."""
+    for step, batch in batches.items():
+        for one in batch.completions:
+            ages = step - one.token_versions
+            assert len(ages) == len(one.tokens)
+            assert (ages >= 0).all() and (ages <= staleness).all() and (np.diff(ages) <= 0).all()
+        assert batch.policy_version == min(one.versions[0][1] for one in batch.completions)
+
+
+@pytest.mark.parametrize("case", and_slow(["gspo", "gkd"], [*CASES][2:]))
+def test_batches_have_their_prompts_and_no_token_is_too_old(
+    models: list[str],
+    tmp_path: Path,
+    made: dict[int, Rollout],
+    case: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = train(config(models, tmp_path / "run", case, *STREAMS))
+    rows = result.metrics
+    assert [row["step"] for row in rows] == list(range(6))
+    assert_bounded(made, 2)
+    for row in rows[1:]:
+        batch = made.get(row["step"] - 1)
+        if batch is None:
+            continue  # of the data
+        ages = [row["step"] - 1 - one.token_versions for one in batch.completions]
+        assert row["stream/age"] == pytest.approx(np.concatenate(ages).mean())
+        assert row["staleness"] == max(map(np.max, ages)) <= 2
+    assert max(row.get("staleness", 0) for row in rows) == 2
+    assert case == "mixed" or sum(row.get("stream/read_again", 0) for row in rows) > 0
+    assert len([row for row in rows if "eval/accuracy" in row]) == 4
+    whole: list[Rollout] = []
+    make_batch = Sampler.make_batch
+    monkeypatch.setattr(
+        Sampler, "make_batch", lambda *args: whole.append(made := make_batch(*args)) or made
+    )
+    serial = train(config(models, tmp_path / "serial", case, *SLOW))
+    for step, batch in zip(sorted(made), whole, strict=True):
+        assert [prompt.id for prompt in made[step].prompts] == [x.id for x in batch.prompts]
+    first = "loss" if case != "gkd" else "distill/divergence"
+    assert rows[1][first] == pytest.approx(serial.metrics[1][first], rel=1e-4)  # of version 0
+
+
+def assert_goes_on(begun: dict[int, list[Completion]], made: dict[int, Rollout]) -> None:
+    for step, completions in begun.items():
+        for before, after in zip(completions, made[step].completions, strict=True):
+            n = len(before.tokens)
+            assert tuple(before.tokens) == tuple(after.tokens[:n])
+            np.testing.assert_array_equal(before.logprobs, after.logprobs[:n])
+            assert after.token_versions[:n].tolist() == before.token_versions.tolist()
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Completion]]:
+    """Step -> what a batch was begun with."""
+    found: dict[int, list[Completion]] = {}
+    real = Sampler.generate
+
+    def generate(self: Sampler, *args: Any, begun: Any = None, **kwargs: Any) -> Any:
+        if begun is not None:
+            found[kwargs["step"]] = list(begun)
+        return real(self, *args, begun=begun, **kwargs)
+
+    monkeypatch.setattr(Sampler, "generate", generate)
+    return found
+
+
+def test_what_is_unfinished_as_a_run_stops_goes_on(
+    models: list[str],
+    tmp_path: Path,
+    made: dict[int, Rollout],
+    begun: dict[int, list[Completion]],
+) -> None:
+    """Nothing that was sampled is lost: the tokens, their log-probs and versions are kept."""
+
+    def stop(row: dict[str, float]) -> None:
+        if row["step"] == 2:
+            raise jaxrl.StopTraining("enough")
+
+    asked = config(models, tmp_path / "run", "gspo", *STREAMS, "max_new_tokens=24")
+    stopped = train(asked, on_step=stop)
+    assert stopped.stopped is not None and not begun
+    trained = stopped.metrics[-1]["step"]
+    result = train(asked)
+    assert [row["step"] for row in result.metrics] == list(range(6))
+    assert begun and min(begun) >= trained and max(begun) <= trained + 2
+    reasons = {one.finish_reason for batch in begun.values() for one in batch}
+    assert "unfinished" in reasons
+    assert sum(len(one.tokens) for batch in begun.values() for one in batch) > 0
+    assert_goes_on(begun, made)
+    assert_bounded(made, 2)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(
+    models: list[str], tmp_path: Path, made: dict[int, Rollout], begun: dict[int, list[Completion]]
+) -> None:
+    keys = [*CASES["gspo"], *STREAMS, "checkpoint.every=1", "steps=8", "schedule=streaming"]
+    run = tmp_path / "run"
+    for step in (2, 4):
+        process = start(models, run, *keys)
+        wait_for(run / "checkpoints" / str(step) / "manifest.json", process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    process = start(models, run, *keys)
+    assert process.wait(300) == 0
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == list(range(9))
+    assert max(row.get("staleness", 0) for row in rows) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_processes_stream(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_ray()
+    from jaxrl.runtime.ray.connect import join
+    from jaxrl.runtime.ray.local_cluster import leave
+
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    leave()
+    join(None, 8)
+    try:
+        asked = config(models, tmp_path / "run", "gkd", *STREAMS, "launcher=ray", "steps=8")
+
+        def stop(row: dict[str, float]) -> None:
+            if row["step"] == 3:
+                raise jaxrl.StopTraining("enough")
+
+        assert train(asked, on_step=stop).stopped is not None
+        result = train(asked)
+    finally:
+        leave()
+    assert [row["step"] for row in result.metrics] == list(range(9))
+    assert max(row.get("staleness", 0) for row in result.metrics) == 2
+    assert sum(row.get("stream/read_again", 0) for row in result.metrics) > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["mesh=actor+rollout=1"], "shares its devices with actor"),
+        (["mesh=actor=1,rollout+teacher=1"], "shares its devices with teacher"),
+        (["staleness=9"], "staleness"),
+        (["schedule=serial"], "staleness=2"),
+        (["environment.name=number_guess"], "an unfinished episode"),
+        (["policy.router_replay=true", *GSPO], "experts of an unfinished completion"),
+        (["policy.dynamic_sampling=refill", *GSPO], "dynamic_sampling=refill"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    models: list[str], tmp_path: Path, keys: list[str], words: str
+) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        jaxrl.dry_run(config(models, tmp_path / "run", "gkd", *STREAMS, *keys))
+    assert "schedule" in str(error.value) or "staleness" in str(error.value)
+
+
+def test_a_file_keeps_what_is_unfinished(models: list[str], tmp_path: Path) -> None:
+    """Through the file of a checkpoint, with the versions of each token."""
+    from jaxrl.checkpoint.writer import save_rollout
+    from jaxrl.data.batch import make_rollout
+    from jaxrl.types import Prompt
+
+    prompts = [Prompt(i, (5, 6 + i), f"{i}") for i in range(2)]
+    log = np.linspace(-1, 0, 3, dtype=np.float32)
+    half = Completion((7, 8, 9), log, log, "unfinished", versions=((0, 3), (2, 4)))
+    none = Completion((), log[:0], log[:0], "unfinished")
+    packing = {"pad_id": 0, "max_prompt_tokens": 4, "max_new_tokens": 8}
+    rollout = make_rollout(prompts, [[half], [none]], policy_version=3, **packing)
+    save_rollout(tmp_path / "batch.npz", rollout)
+    again = load_rollout(tmp_path / "batch.npz", prompts, packing)
+    for one, two in zip(rollout.completions, again.completions, strict=True):
+        assert (one.tokens, one.versions, one.finish_reason) == (
+            two.tokens,
+            two.versions,
+            two.finish_reason,
+        )
+        np.testing.assert_array_equal(one.logprobs, two.logprobs)
