@@ -189,7 +189,7 @@ def allows(config: Config, name: str) -> bool:
     return any(re.match(rf"{re.escape(word)}(?!\w)", name) for word in allowed)
 
 
-def key_of(name: str) -> config_keys.Key | None:
+def key_within(name: str) -> config_keys.Key | None:
     """Returns the key whose path a name of what the run depends on begins with, the longest one."""
     found = [key for key in config_keys.keys(Config) if name.startswith(key.path)]
     return max(found, key=lambda key: len(key.path), default=None)
@@ -197,7 +197,7 @@ def key_of(name: str) -> config_keys.Key | None:
 
 def change_of(name: str) -> Change:
     """Returns the change of what a key names; `name` is of what the run depends on."""
-    key = key_of(name)
+    key = key_within(name)
     return Change(name, f"what {name} names", True, key is None or key.on_resume.remakes)
 
 

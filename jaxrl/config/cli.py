@@ -34,8 +34,10 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config.paths import working_directory
 from jaxrl.config.roles import read_family
 from jaxrl.config.schema import Config
+from jaxrl.config.yaml_text import assignments
 from jaxrl.errors import RunError, StopTraining, UserError, near, short, user_path, with_addresses
 from jaxrl.process.interrupt import left_behind
+from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import fill_missing, flush_streams, has_reader, to_stderr
 
 EXIT_FAILED = 1
@@ -82,6 +84,22 @@ COMMANDS = {
 """Name -> its module, and what it does."""
 
 Command = Callable[[Sequence[str]], int | None]
+
+
+def keys_and_options(overrides: Sequence[str], options: JsonObject) -> JsonObject:
+    """Returns the keys of a command line: its overrides, and the values of options that stand for
+    keys; None: not given.
+
+    Raises:
+        UserError: an override cannot be read, or an option and a key differ.
+    """
+    given = dict(assignments(overrides, config_keys.mappings(Config)))
+    for key, value in options.items():
+        if value is None or [found := given.setdefault(key, value)] == value:
+            continue
+        if found != value:
+            raise UserError(f"an option asks for {key}={value}, and a key for {found}: keep one")
+    return given
 
 
 class Parser(argparse.ArgumentParser):

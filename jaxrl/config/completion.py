@@ -19,7 +19,7 @@ SCRIPTS = {path.suffix[1:]: path for path in _FOLDER.iterdir()}
 """Shell -> its script, with a line `# WORDS` where the words of the commands belong."""
 
 
-def words_of(parser: cli.Parser) -> Iterator[str]:
+def options_of(parser: cli.Parser) -> Iterator[str]:
     """Yields what may follow a command: `--option`, `--option=` where it takes a value and
     `--option=VALUE` for each that is known, likewise `key=`; last `/`, where files may."""
     files = False
@@ -49,11 +49,11 @@ def all_words() -> dict[str, list[str]]:
             with contextlib.redirect_stdout(io.StringIO()):
                 import_module(module).main(["--help"])
         except cli.HelpShown as shown:
-            found[name] = list(words_of(shown.parser))
+            found[name] = list(options_of(shown.parser))
     return {name: list(dict.fromkeys(words)) for name, words in found.items()}
 
 
-def script(shell: str) -> str:
+def completion_script(shell: str) -> str:
     """Returns the script of a shell of `SCRIPTS`."""
     begin, end = ("case '{}'", "") if shell == "fish" else ("'{}')", " ;;")
     arms = list[str]()
@@ -68,7 +68,7 @@ def script(shell: str) -> str:
 def main(argv: Sequence[str]) -> None:
     parser = cli.Parser("jaxrl.config.completion", __doc__ or "")
     parser.add_argument("shell", choices=sorted(SCRIPTS), help="the shell that reads the script")
-    print(script(parser.parse(argv).shell), end="")
+    print(completion_script(parser.parse(argv).shell), end="")
 
 
 if __name__ == "__main__":

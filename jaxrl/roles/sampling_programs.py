@@ -22,7 +22,7 @@ from jaxrl.models.shared_prompts import PAGE, Pages, Seats
 from jaxrl.roles.declared import Program, local_bytes, placed
 from jaxrl.roles.run_shapes import RunArrays, asked, evaluated
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import ANSWER_ROWS, Engine, SamplingParams, parts_of
+from jaxrl.sampling.engine import ANSWER_ROWS, Engine, SamplingParams, extension_parts
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sampling.slots import pages_of, rows_at_most, seats_of_row
 from jaxrl.sharding.axes import ROWS
@@ -215,7 +215,7 @@ def engine_programs(
     if engine.episodes or (engine.swaps and not paged):
         answers, calls = ANSWER_ROWS * shards, -(-prompts * samples // ANSWER_ROWS)
         number = whole(answers)
-        widest = max(end - start for start, end in parts_of(engine.length))
+        widest = max(end - start for start, end in extension_parts(engine.length))
         texts = SlotTokens(whole(answers, widest), number, number)
         arrays: Any = params, slots, shared, texts, number, number, number
         how = {"within": (slots, shared), "calls": calls}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.fingerprint import Change, allows, change_of, changes, compare, key_of
+from jaxrl.checkpoint.fingerprint import Change, allows, change_of, changes, compare, key_within
 from jaxrl.checkpoint.model_source import FINAL, chat_date_of
 from jaxrl.checkpoint.store import Checkpoint
 from jaxrl.checkpoint.writer import versions
@@ -402,7 +402,7 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
             names.remove(name)
             notes.append(f"what {name} names is not compared: {decided.what} is another too")
     if refused := [name for name in names if not allows(config, name)]:
-        keys = ",".join(sorted({key.path for name in refused if (key := key_of(name))}))
+        keys = ",".join(sorted({key.path for name in refused if (key := key_within(name))}))
         raise UserError(
             f"run_dir={path}: what {' and '.join(refused)} names has changed since step"
             f" {checkpoint.step} of the run there; put it back, name another run_dir, or set"

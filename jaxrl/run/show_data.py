@@ -13,9 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING, cast
 
 from jaxrl.config import cli
-from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config
-from jaxrl.config.yaml_text import assignments
 from jaxrl.errors import UserError, counted
 from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import Output, terminal_width
@@ -36,7 +34,7 @@ WIDTH = 80
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse(argv)
-    config = config_of(arguments)
+    config = reading_config(arguments)
     from jaxrl.data.shown_rows import show_row
     from jaxrl.run.job import train_rows
     from jaxrl.run.names import with_commits
@@ -55,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         print_rows(config, shown)
 
 
-def config_of(arguments: Namespace) -> Config:
+def reading_config(arguments: Namespace) -> Config:
     """Returns the config of the run that would read the rows.
 
     Raises:
@@ -64,10 +62,8 @@ def config_of(arguments: Namespace) -> Config:
     is_key = re.compile(r"[a-z_]\w*(\.[\w-]+)*\s*=").match
     data = [word for word in arguments.words if not is_key(word)]
     overrides = [word for word in arguments.words if is_key(word)]
-    given = dict(assignments(overrides, config_keys.mappings(Config)))
-    for key, value in (("data.train", data or None), ("student.model", arguments.student)):
-        if value is not None and given.setdefault(key, value) not in (value, *data):
-            raise UserError(f"{value} is given for {key}, and {given[key]} by the key: keep one")
+    options: JsonObject = {"data.train": data or None, "student.model": arguments.student}
+    given = cli.keys_and_options(overrides, options)
     if arguments.config is None:
         for key, way in (("data.train", "name the data"), ("student.model", "--student MODEL")):
             if key not in given:

@@ -176,7 +176,9 @@ class Engine:
         # The padding of a part that `decode.extend_slots` reads lies there: an answer's, which may
         # begin anywhere, or that of a completion which is read again from its beginning.
         beyond = ANSWER_TOKENS[1] if episodes else 0
-        longest = max([max_new_tokens, *(end for _, end in parts_of(max_new_tokens) if swaps)])
+        longest = max(
+            [max_new_tokens, *(end for _, end in extension_parts(max_new_tokens) if swaps)]
+        )
         self.length = round_up(longest + beyond, target.width_multiple)
         """Most positions of a slot, behind its prompt."""
         self.pages: int | None = None
@@ -246,7 +248,7 @@ class Engine:
             if not self._waiting:
                 return 0
             assert self.params is not None, "`swap` comes first"
-            self._decoding = _Decoding(self, self._next_waiting())
+            self._decoding = _Decoding(self, self.params, self._next_waiting())
         elif self._waiting and self._decoding.accepts(self._waiting[0]):
             self._decoding.admit(self._next_waiting())
         tokens = self._decoding.step()
@@ -275,6 +277,7 @@ class Engine:
                 )
         self.params, self.version = params, version
         if self._decoding is not None:
+            self._decoding.params = params
             self._decoding.read_again()
 
     def park(self) -> None:
@@ -418,9 +421,9 @@ class _Decoding:
     """What there is while requests of one `SampleRequest.way` are in flight: their queue, the
     slots, and the caches."""
 
-    def __init__(self, engine: Engine, samples: list[PartialCompletion]):
+    def __init__(self, engine: Engine, params: Params, samples: list[PartialCompletion]):
         """Makes room for these samples, from which the sizes of arrays follow."""
-        self.engine, self.ledger = engine, engine.ledger
+        self.engine, self.params, self.ledger = engine, params, engine.ledger
         mesh, shards = engine.mesh, engine.row_shards
         self.way = samples[0].request.way
         self.sampling, self.record = self.way
@@ -452,15 +455,6 @@ class _Decoding:
         """Open while all slots wait for environments."""
         self.pauses = False
         self.admit(samples)
-
-    @property
-    def params(self) -> Params:
-        assert self.engine.params is not None
-        return self.engine.params
-
-    @property
-    def stats(self) -> EngineStats:
-        return self.engine.stats
 
     @property
     def in_flight(self) -> int:
@@ -512,7 +506,7 @@ class _Decoding:
             if slots.is_short_of_pages():
                 # A stop string may have ended a sample, whose pages are then free.
                 self.find_ends()
-            self.stats.preemptions += slots.allocate_pages()
+            self.engine.stats.preemptions += slots.allocate_pages()
         self._refill()
         if self.episodes:
             self._resume()
@@ -531,7 +525,7 @@ class _Decoding:
                 self.pauses = True
             if replies:
                 wait(replies, LOOK_S, FIRST_COMPLETED)
-            self.stats.waiting_seconds += time.perf_counter() - started
+            self.engine.stats.waiting_seconds += time.perf_counter() - started
         if not self.in_flight:
             self.find_ends()
             self.paused.close()
@@ -594,7 +588,7 @@ class _Decoding:
                 for shard, part in enumerate(chosen):
                     for i, (_, prompt) in enumerate(part):
                         self.prompt_experts[prompt] = by_prompt[shard, i, : len(texts[prompt]) - 1]
-            self.stats.prefill_rows += sum(map(len, chosen))
+            self.engine.stats.prefill_rows += sum(map(len, chosen))
         if self.record:
             for sample in fresh:
                 if not sample.experts:  # it may have lost its slot before it had a token
@@ -606,9 +600,11 @@ class _Decoding:
             self._recompute(preempted, rows)
         elif preempted:
             self._extend([(sample, 0) for sample in preempted])
-            self.stats.recomputed += sum(len(x.request.prompt) + len(x.tokens) for x in preempted)
+            self.engine.stats.recomputed += sum(
+                len(x.request.prompt) + len(x.tokens) for x in preempted
+            )
         jax.block_until_ready(self.prompt_cache)
-        self.stats.prefill_seconds += time.perf_counter() - started
+        self.engine.stats.prefill_seconds += time.perf_counter() - started
 
     def _recompute(
         self, preempted: list[PartialCompletion], rows: dict[tuple[int, int], int]
@@ -651,7 +647,7 @@ class _Decoding:
                 *self.on, *caches, where, starts, pages
             )
             self.ledger.put(CACHE, (self.cache, self.prompt_cache))
-            self.stats.recomputed += int(lengths[pages[:, 0] >= 0].sum())
+            self.engine.stats.recomputed += int(lengths[pages[:, 0] >= 0].sum())
             preempted = others
 
     def _launch(self) -> int:
@@ -700,13 +696,13 @@ class _Decoding:
         out = np.asarray(drawn)
         self._check_finite(out)
         experts = None if routed is None else np.asarray(routed)
-        self.stats.launches += 1
-        self.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
+        self.engine.stats.launches += 1
+        self.engine.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
         seconds = time.perf_counter() - started
-        self.stats.decode_seconds += seconds
+        self.engine.stats.decode_seconds += seconds
         if compilations().programs == programs:
-            self.stats.steady_tokens += int((out[:, :, 0] >= 0).sum())
-            self.stats.steady_seconds += seconds
+            self.engine.stats.steady_tokens += int((out[:, :, 0] >= 0).sum())
+            self.engine.stats.steady_seconds += seconds
         # An EOS or the limit ends a completion, which frees its slot, or the turn of an episode,
         # whose slot then decodes nothing.
         for sample, before, count, over in slots.append(out, self.sampling.eos_ids):
@@ -788,7 +784,7 @@ class _Decoding:
             if environment is not None:
                 kept = sample.tokens[start : None if eos is None else -1]
                 sample.turns.append(Turn("assistant", len(sample.tokens) - start, words))
-                self.stats.turns += 1
+                self.engine.stats.turns += 1
                 if stopped is None and eos is None:  # a turn that is cut ends the episode
                     self._finish(sample, "length")
                     continue
@@ -826,7 +822,7 @@ class _Decoding:
             end = count if self._is_over(sample) else sample.turn_end
             self.slots.table[sample.slot, :4] = sample.tokens[-1], start + count, count, end
         jax.block_until_ready(self.cache)
-        self.stats.prefill_seconds += time.perf_counter() - started
+        self.engine.stats.prefill_seconds += time.perf_counter() - started
 
     def _extend(self, samples: list[tuple[PartialCompletion, int]]) -> None:
         """Prefills tokens of samples into their slots, in parts.
@@ -842,7 +838,7 @@ class _Decoding:
                 before = 0  # a state has no way back but to the end of the prompt
             sample.was_cut = False
             read = [sample.request.prompt[-1], *sample.tokens][before:-1]
-            for number, (start, end) in enumerate(parts_of(len(read))):
+            for number, (start, end) in enumerate(extension_parts(len(read))):
                 part = sample, before + start, read[start:end]
                 parts.setdefault((number, end - start), []).append(part)
                 reach = max(reach, before + end)
@@ -894,7 +890,7 @@ class _Decoding:
         sample.finish_reason = reason or sample.finish_reason
         self._close(sample)
         done = sample.completion()
-        self.stats.generated_tokens += int(done.sampled.sum())
+        self.engine.stats.generated_tokens += int(done.sampled.sum())
         sample.future.set_result(done)
 
     def _close(self, sample: PartialCompletion) -> None:
@@ -911,7 +907,7 @@ def _group_sizes(samples: Sequence[PartialCompletion]) -> tuple[int, int]:
     return max(counts.values()), len(counts)
 
 
-def parts_of(tokens: int) -> list[tuple[int, int]]:
+def extension_parts(tokens: int) -> list[tuple[int, int]]:
     """Returns where the parts begin and end, with their padding, in which so many tokens are
     prefilled into slots."""
     least, most = ANSWER_TOKENS

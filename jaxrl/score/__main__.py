@@ -50,20 +50,14 @@ def config_of(arguments: Namespace) -> Config:
     Raises:
         UserError: a wrong key, or an option and a key that differ.
     """
-    given = dict(assignments(arguments.overrides, config_keys.mappings(Config)))
-    options: dict[str, object] = {
+    options: JsonObject = {
         "teacher.model": arguments.teacher,
         "data.train": arguments.data or None,
         "distill.signal": arguments.signal,
         "mesh": arguments.mesh,
         "group_size": arguments.samples,
     }
-    for key, value in options.items():
-        if value is None:
-            continue
-        if given.get(key, value) not in (value, [*value] if isinstance(value, list) else value):
-            raise UserError(f"an option asks for {key}={value}, and a key for {given[key]}")
-        given[key] = value
+    given = cli.keys_and_options(arguments.overrides, options)
     teacher = given.get("teacher.model")
     if arguments.config is None and teacher is not None:
         given.setdefault("student.model", teacher)

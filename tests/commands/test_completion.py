@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl.__main__ import main as command_main
 from jaxrl.config.cli import COMMANDS
-from jaxrl.config.completion import SCRIPTS, script
+from jaxrl.config.completion import SCRIPTS, completion_script
 from jaxrl.config.keys import keys
 from jaxrl.config.schema import Config
 
@@ -32,7 +32,7 @@ SECTIONS = sorted({key.path.partition(".")[0] for key in KEYS})
 
 @cache
 def bash() -> str:
-    return script("bash")
+    return completion_script("bash")
 
 
 def complete(lines: Sequence[str], folder: Path) -> list[list[str]]:
@@ -138,5 +138,5 @@ def test_words_are_completed_where_they_may_stand(
 def test_the_shells_can_read_the_scripts(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    (tmp_path / "script").write_text(script(shell))
+    (tmp_path / "script").write_text(completion_script(shell))
     subprocess.run([shell, "-n", tmp_path / "script"], check=True, timeout=60)

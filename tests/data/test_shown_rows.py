@@ -223,7 +223,10 @@ def test_the_command(tmp_path: Path, student: str, capsys: pytest.CaptureFixture
         (["rows.jsonl", "--row", "7"], "--row 7: .*rows.jsonl has 2 rows, numbered from 0"),
         (["rows.jsonl", "--row", "-1"], "--row -1: "),
         (["bad.jsonl"], r"bad.jsonl:2: `prompt`.* must be"),
-        (["rows.jsonl", "student.model=there"], "is given for student.model, and there by"),
+        (
+            ["rows.jsonl", "student.model=there"],
+            "an option asks for student.model=.*, and a key for there",
+        ),
         (["none.jsonl"], "none.jsonl: No such file"),
         (["rows.jsonl", "data.chatt=raw"], "did you mean data.chat"),
         ([], "name the data"),
