@@ -22,7 +22,7 @@ from jaxrl.models.shared_prompts import PAGE, Pages, Seats
 from jaxrl.roles.declared import Program, local_bytes, placed
 from jaxrl.roles.run_shapes import RunArrays, asked, evaluated
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import ANSWER_ROWS, Engine, SamplingParams, extension_parts
+from jaxrl.sampling.engine import Engine, SamplingParams, extension_parts
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sampling.slots import pages_of, rows_at_most, seats_of_row
 from jaxrl.sharding.axes import ROWS
@@ -213,7 +213,8 @@ def engine_programs(
         yield program(name, decode.resize, *layer, **how)
 
     if engine.episodes or (engine.swaps and not paged):
-        answers, calls = ANSWER_ROWS * shards, -(-prompts * samples // ANSWER_ROWS)
+        answers = engine.extended_rows * shards
+        calls = -(-prompts * samples // engine.extended_rows)
         number = whole(answers)
         widest = max(end - start for start, end in extension_parts(engine.length))
         texts = SlotTokens(whole(answers, widest), number, number)

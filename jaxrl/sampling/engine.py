@@ -75,6 +75,8 @@ and the most, which limits its activation memory."""
 ANSWER_ROWS, ANSWER_TOKENS = 4, (16, 256)
 """Environments' answers that are prefilled at once in each data shard, and the smallest and largest
 width of one: a longer answer is prefilled in parts."""
+AGAIN_ROWS = 16
+"""The same of completions that new weights read again: all that are in flight."""
 CACHE = "KV cache"
 """Name of the caches in the ledger, the account of device memory (`sharding.ledger`)."""
 LOOK_S = 0.2
@@ -168,6 +170,10 @@ class Engine:
             turn_tokens(tokenizer)  # renders chats, once: here, and not behind the first launch
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         self.slots = round_up(slots, devices)
+        self.extended_rows = (
+            min(AGAIN_ROWS, self.slots // self.row_shards) if swaps else ANSWER_ROWS
+        )
+        """Slots of each data shard that `decode.extend_slots` extends at once."""
         self.min_free = max(1, self.slots // 8)
         """Number of free slots at which a launch ends early while samples wait."""
         target = target_on(mesh)
@@ -861,15 +867,16 @@ class _Decoding:
             parts: each with the position of its first token in the slot, and its tokens.
         """
         shards, per_shard = self.engine.row_shards, self.slots.per_shard
-        tokens = np.zeros((shards, ANSWER_ROWS, width), np.int32)
-        positions, starts, lengths, rows = np.zeros((4, shards, ANSWER_ROWS), np.int32)
-        slots = np.full((shards, ANSWER_ROWS), per_shard, np.int32)
+        most = self.engine.extended_rows
+        tokens = np.zeros((shards, most, width), np.int32)
+        positions, starts, lengths, rows = np.zeros((4, shards, most), np.int32)
+        slots = np.full((shards, most), per_shard, np.int32)
         used, left = [0] * shards, []
         for part in parts:
             sample, position, ids = part
             assert sample.slot is not None
             shard, slot = divmod(sample.slot, per_shard)
-            if used[shard] == ANSWER_ROWS:
+            if used[shard] == most:
                 left.append(part)
                 continue
             at = shard, used[shard]

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,10 +77,11 @@ def test_samples_begin_with_the_generation_prompt_and_data_do_not() -> None:
     engine = SimpleNamespace(generate=lambda weights, requests, **_: requests)
     sampler: Any = SimpleNamespace(
         **{"params": 1, "version": 0, "_weights": 1, "_episodes": None, "_teacher": False},
-        **{"_most": 8, "_sampling": {"train": SamplingParams(8)}},
+        **{"_most": 8, "_sampling": {"train": SamplingParams(8)}, "_streams": False},
         engine=engine,
         config=Config.load("builtin:quickstart"),
     )
+    sampler._requests = partial(Sampler._requests, sampler)
     (sampled,), ((asked, *_),) = Sampler._sample(sampler, [prompt], "train")
     tokens = asked.prompt
     sampler._teacher = True
