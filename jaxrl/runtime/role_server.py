@@ -108,7 +108,7 @@ class ProcessStatus:
     state: WorkerState
     """By the clock of the process; in `RayPool.answers`, by that of the driver."""
     running: tuple[tuple[int, float], ...]
-    """(number, start) of each running call."""
+    """(number, start) of each running call, without the time in which others ran meanwhile."""
     memory: str
     peak: int | None
     compiled: Compilations
@@ -283,8 +283,9 @@ class WorkerServer:
         for number in released:
             self._kept.pop(number, None)
         worker = self._worker
-        running = tuple(
-            (number, call.times.started)
+        now = time.monotonic()
+        running = tuple(  # the clock of a call that has begun stands while another one runs
+            (number, call.times.started if call.aside or call is worker.running else now)
             for number, call in list(self._running.items())
             if call.times.started is not None and not call.done()
         )

@@ -71,7 +71,7 @@ class Phase:
     """Progress within the phase."""
 
     def begin(self, name: str) -> None:
-        self.name, self.since = name, time.monotonic()
+        self.name, self.since, self.detail = name, time.monotonic(), ""
 
 
 @dataclass(frozen=True)
@@ -497,7 +497,8 @@ class LocalFuture(Future[Any]):
             for argument in call.inputs():
                 if not argument.done():
                     argument.check()
-            if call.times.started is not None:
+            # The clock of a call that has begun stands while another one runs.
+            if (call is ahead or call.aside) and call.times.started is not None:
                 elapsed = self.worker.clock.awake_since(call.times.started)
                 if elapsed > call.deadline:
                     raise call.late(elapsed, self.worker.diagnosis(call))
@@ -584,6 +585,8 @@ class LocalWorker:
                 self.running = call
                 self._execute(call, self.phase)
                 self.running = None
+                for begun, _ in self._begun:  # the seconds of one call are no other's
+                    begun.times.started = (begun.times.started or 0.0) + call.times.seconds
             del call  # a worker that waits keeps no call alive
             self.phase.begin("idle")
         for begun, _ in self._begun:
@@ -601,7 +604,9 @@ class LocalWorker:
                 queued = queued or [self._calls.get_nowait()]
             if queued:
                 call = queued[0]
-                if call is None or call.done() or all(x.done() for x in call.inputs()):
+                if call is None or self._stopping.is_set() or call.done():
+                    return call
+                if all(needed.done() for needed in call.inputs()):
                     return call
             self._work_on()
         return queued[0] if queued else self._calls.get()
@@ -609,10 +614,11 @@ class LocalWorker:
     def _work_on(self) -> None:
         """Does a part of the work of the calls that have begun, and ends those that are done."""
         call, later = self._begun[0]
-        name = f"{call.role}.{call.method}"
-        self.running = call
-        self.phase.begin(name)
-        self.ledger.enter(name)
+        if self.running is not call:
+            name = f"{call.role}.{call.method}"
+            self.running = call
+            self.phase.begin(name)
+            self.ledger.enter(name)
         with self._ends(call):
             later.work()
         if call.done():  # by an error, which is that of all
@@ -623,13 +629,16 @@ class LocalWorker:
             call, later = one
             with self._ends(call):
                 if (value := later.value()) is not None:
+                    # The time since the end of the one before is that of the one that ends now.
+                    call.times.started = self._begun[0][0].times.started
                     self._finish(call, value)
             if call.done():
                 self._begun.remove(one)
-                for other, _ in self._begun:  # the seconds of one are no other's
+                for other, _ in self._begun:
                     other.times.started = call.times.finished
-        self.running = None
-        self.phase.begin("idle")
+        if not self._begun:
+            self.running = None
+            self.phase.begin("idle")
 
     def _execute(self, call: LocalFuture, own: Phase) -> None:
         """Runs one call; `own` is the worker's phase or, where it runs aside, its own."""

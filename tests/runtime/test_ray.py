@@ -574,37 +574,67 @@ def test_the_end_of_a_run_is_known_though_ray_keeps_a_thread_with_the_lock(monke
     thread.join(10)
 
 
-def test_a_call_is_sent_once_its_inputs_are_there():
-    """So the loss of a process is that of its own calls; what stays in a process comes in order."""
+def sent_calls():
+    """Pools without processes, what makes a call to one of them, and what was sent."""
     sent = []
 
     def remote(request):
-        sent.append((request.role, request.position))
+        sent.append((request.role, request.position, request.method))
         return SimpleNamespace(future=Future), None
 
     worker = SimpleNamespace(run=SimpleNamespace(remote=remote))
     sender = Sender()
     pools = [RayPool(i, name, (name,), (), [worker], alive=True) for i, name in enumerate(ROLES)]
 
-    def call(pool, *args, keeps=False):
-        future = RayFuture(
-            pool.name, "m", args, {}, 60, False, False, sender, pool, len(sender.calls), keeps
-        )
+    def call(pool, *args, method="m", keeps=False):
+        what = pool.name, method, args, {}, 60, False, False
+        future = RayFuture(*what, sender, pool, next(sender.numbers), keeps)
         sender.calls[future.number] = future
+        sender.flush(pool)
         return future
 
-    actor, rollout, teacher = pools
+    return sender, pools, call, sent
+
+
+def ended(sender, future):
+    sender.calls.pop(future.number)
+    future.finish()
+
+
+def test_a_call_is_sent_once_its_inputs_are_there():
+    """So the loss of a process is that of its own calls; what stays in a process comes in order."""
+    sender, (actor, rollout, teacher), call, sent = sent_calls()
     made = call(actor)
     needs, behind = call(rollout, [made]), call(rollout)
     kept = call(teacher, keeps=True)
     call(teacher, {"a": kept})
-    for pool in pools:
-        sender.flush(pool)
-    assert sent == [("actor", 0), ("teacher", 0), ("teacher", 1)]
-    sender.calls.pop(made.number)
-    made.finish()
+    assert sent == [("actor", 0, "m"), ("teacher", 0, "m"), ("teacher", 1, "m")]
+    ended(sender, made)
     sender.flush(rollout)
-    assert sent[3:] == [("rollout", 0), ("rollout", 1)] and needs.refs and behind.refs
+    assert [x[:2] for x in sent[3:]] == [("rollout", 0), ("rollout", 1)]
+    assert needs.refs and behind.refs
+
+
+def test_a_new_process_gets_its_weights_before_calls_that_went_on_as_they_came():
+    """Batches that are being streamed were asked for before the weights that came meanwhile."""
+    sender, (_, rollout, _), call, sent = sent_calls()
+    group = RayWorkerGroup.__new__(RayWorkerGroup)
+    group._sender, group._log, group._states = sender, print, {}
+    first = call(rollout, method="load")
+    ended(sender, first)
+    streamed = call(rollout, method="generate")
+    load = call(rollout, method="load")
+    ended(sender, load)
+    group._states[rollout.index, "rollout"] = load
+    behind = call(rollout, method="load")
+    rollout.alive, rollout.position = False, 0
+    for future in (streamed, behind):
+        future.unsend()
+    sent.clear()
+    group._made(rollout, None)
+    sender.flush(rollout)
+    assert [x[2] for x in sent] == ["load", "generate", "load"]
+    assert [x[1] for x in sent] == [0, 1, 2]
 
 
 def test_a_tpu_host_gives_its_chips_or_says_why_not(monkeypatch):

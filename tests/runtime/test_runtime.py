@@ -58,6 +58,9 @@ class Role:
 
         return Later(work, lambda: self.counts[end] if self.counts[end] >= end else None)
 
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
     def counted(self):
         return dict(self.counts)
 
@@ -252,6 +255,33 @@ def test_calls_that_go_on_between_others_end_when_they_have_their_value(worker):
     assert long.result() == 400
     assert short.times.finished <= long.times.started  # their seconds are counted once
     assert not behind.cancel() and role.counts[400] == 400
+
+
+def test_the_seconds_of_calls_that_go_on_are_counted_once(worker):
+    """Whichever ends first, and whatever comes in between: together they are those of the worker,
+    and what comes in between makes none of them late."""
+    local, handle, role = worker
+    begun = time.monotonic()
+    calls = [handle.call("count_to", n, deadline=1.0) for n in (30, 10)]
+    calls += [handle.call("sleep", 1.2, deadline=5), handle.call("count_to", 31, deadline=1.0)]
+    for call in calls:
+        call.result()
+    took, spent = time.monotonic() - begun, [call.times.seconds for call in calls]
+    assert min(spent) >= 0 and took - 0.5 < sum(spent) <= took
+    assert local.state().phase == "idle" and not local.state().detail
+
+
+def test_a_run_ends_while_the_next_call_waits_for_its_argument(worker):
+    local, handle, role = worker
+    hung = other_worker("teacher").call("hang", deadline=60)
+    call = handle.call("count_to", 10**6, deadline=60)
+    behind = handle.call("add", hung, deadline=60)
+    while call.times.started is None:
+        time.sleep(0.001)
+    assert stop_all([local], 1)
+    for dropped in (call, behind):
+        with pytest.raises(Stopped):
+            dropped.result()
 
 
 def test_an_error_between_calls_ends_all_that_go_on(worker):

@@ -264,7 +264,7 @@ class Sender:
                 needed.done() or (needed.keeps and needed.pool is pool and needed.refs)
                 for needed in future.inputs()
             ):
-                self._send(future)
+                self.send(future)
             elif not future.aside:
                 return
 
@@ -274,7 +274,8 @@ class Sender:
             calls = sorted(self.calls.items())
         return [f for _, f in calls if pool in (f.pool, None) and not f.done()]
 
-    def _send(self, future: RayFuture) -> None:
+    def send(self, future: RayFuture) -> None:
+        """Sends a call whose inputs are there to the processes of its pool. With the lock held."""
         pool = future.pool
         position = -1
         if not future.aside:

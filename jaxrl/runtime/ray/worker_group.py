@@ -458,7 +458,7 @@ class RayWorkerGroup:
             waits.mirror(pool.name, state.waits)
         for number, started in answer.running:
             future = self._sender.calls.get(number)
-            if future is not None and future.times.started is None:
+            if future is not None:
                 future.times.started = started + shift
 
     def _reported(
@@ -630,6 +630,8 @@ class RayWorkerGroup:
             for key in [key for key in self._states if key[0] == pool.index]:
                 again = replace(self._states.pop(key))  # not sent yet; the old one keeps its result
                 self._sender.calls[again.number] = again
+                # Also before calls that were asked for earlier: those that go on between others.
+                self._sender.send(again)
             pool.alive = True
         self._log(f"{pool.name} is back after {time.monotonic() - pool.born:.1f} s")
 
