@@ -235,7 +235,7 @@ class Sampler:
             self._shardings,
             sent=SENT,
             role="the role that samples",
-            free=partial(setattr, self, "params", None),
+            free=self._free,
         )
         with phase(f"take version {weights.version}"):
             self._take(arrived)
@@ -244,6 +244,14 @@ class Sampler:
             self._stream.swap(self._weights, self.version)
         verify_arrays("rollout", self.params, self.mesh)
         return metrics
+
+    def _free(self) -> None:
+        """Frees the weights, and the keys and values of what is being streamed: these are computed
+        again with the next weights."""
+        self.params = None
+        if self._streams:
+            self._stream.park()
+            self._stream.params = None
 
     def rehearse(self, prompts: Mapping[Split, Sequence[Prompt]]) -> None:
         """Compiles what sampling these prompts calls up to the end of the first launch, by doing so
@@ -312,13 +320,20 @@ class Sampler:
         self._stream.stats = EngineStats(slots=self._stream.slots)
         return batch
 
-    def unfinished(self) -> dict[int, Rollout]:
+    def unfinished(self, saved: int) -> dict[int, Rollout]:
         """Returns the batches that are being streamed, by step, with what there is of their
-        completions: what a checkpoint has of them."""
-        return {
-            step: self._pack(prompts, self._by_prompt(self._stream.so_far(futures)))
-            for step, (prompts, futures) in self._begun.items()
-        }
+        completions: what a checkpoint has of them. One whose completions have all ended is left
+        out, since it is about to be made.
+
+        Args:
+            saved: what the actor's `save` returned: the call waits for it.
+        """
+        found = {}
+        for step, (prompts, futures) in self._begun.items():
+            completions = self._stream.so_far(futures)
+            if any(one.finish_reason == "unfinished" for one in completions):
+                found[step] = self._pack(prompts, self._by_prompt(completions))
+        return found
 
     def _by_prompt(self, completions: list[Completion]) -> list[list[Completion]]:
         n = self.config.group_size
@@ -445,7 +460,8 @@ NEXT = "rollout.next"
 def rollout_residents(config: Config) -> tuple[Resident, ...]:
     """Returns the arrays that the rollout keeps: where adapters are not merged, these and the base
     below them."""
-    merges, stages = config.rollout.merge, ("rollout.generate", "rollout.sample")
+    merges = config.rollout.merge
+    stages = "rollout.generate", "rollout.sample", "rollout.unfinished"
     offload = config.offload.params
     layout: Layout = "stacked" if merges else "unstacked"
 
@@ -494,7 +510,8 @@ def rollout_residents(config: Config) -> tuple[Resident, ...]:
 def rollout_programs(run: RunArrays) -> Iterator[Program]:
     """Yields sampling, the merge of adapters before it, and what reads the finished batch."""
     c, m, model, role = run.config, run.shapes, run.shapes.sampled("rollout"), "rollout"
-    yield from sampling_programs(run, role, model, sampled_share(c))
+    sampling = list(sampling_programs(run, role, model, sampled_share(c)))
+    yield from sampling
     if c.rollout.merge:
         under, _ = frozen_and_trained(run.params(role, run.student, layout="stacked"))
         _, adapters = frozen_and_trained(run.params(role, run.student))
@@ -504,7 +521,11 @@ def rollout_programs(run: RunArrays) -> Iterator[Program]:
     if c.distill.signal == "student_topk" and m.signal is not None:
         jitted = topk_program(Projection.from_config(c, run.meshes[role], m.vocab), model)
         given = run.params(role, model), run.sequences(role, m.padded_rows)
-        yield Program(role, "top-k of the policy", jitted, given, "rollout.generate")
+        held: Any = ()  # the next batches are being sampled meanwhile
+        if c.schedule == "streaming":
+            held = [program.cache for program in sampling if program.name == "decode"]
+        how: Any = {"beside": local_bytes(held), "cache": held}
+        yield Program(role, "top-k of the policy", jitted, given, "rollout.generate", **how)
 
 
 def rollout_notes(run: RunShapes) -> Iterator[str]:

@@ -303,7 +303,7 @@ class Loop:
             i: self.futures[key] for i, key in ahead if key in self.futures
         }
         if in_flight and self.config.schedule == "streaming":
-            so_far = self.calls.call("rollout", protocols.RolloutRole.unfinished)
+            so_far = self.calls.call("rollout", protocols.RolloutRole.unfinished, asked)
             in_flight = {i: SoFar(i, made, so_far) for i, made in in_flight.items()}
         schedule = {"name": self.config.schedule, "generated": generated, "trained": step}
         self.checkpoints.begin(step, saved, in_flight, schedule)

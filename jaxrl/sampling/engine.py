@@ -606,9 +606,9 @@ class _Decoding:
             self._recompute(preempted, rows)
         elif preempted:
             self._extend([(sample, 0) for sample in preempted])
-            self.engine.stats.recomputed += sum(
-                len(x.request.prompt) + len(x.tokens) for x in preempted
-            )
+            known = {sample.prompt for sample in preempted} & set(unfilled.values())
+            self.engine.stats.recomputed += sum(len(texts[prompt]) for prompt in known)
+            self.engine.stats.recomputed += sum(len(sample.tokens) for sample in preempted)
         jax.block_until_ready(self.prompt_cache)
         self.engine.stats.prefill_seconds += time.perf_counter() - started
 

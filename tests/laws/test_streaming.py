@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from cases import and_slow, needs_ray
 from runs import CONSTANT, GSPO, QUICK, SHORT, environment, save_pair, start, wait_for
@@ -17,6 +18,7 @@ import jaxrl
 from jaxrl import Config, UserError, train
 from jaxrl.checkpoint.writer import load_rollout
 from jaxrl.roles.rollout import Sampler
+from jaxrl.sampling.engine import CACHE
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.types import Completion, Rollout
 
@@ -28,7 +30,7 @@ STREAMS = ["schedule=streaming", "staleness=2", *SLOW]
 PLAIN = ["steps=5", "eval.every=2", "eval.prompts=6", "checkpoint.every=2"]
 CASES = {
     "gspo": [*GSPO, "mesh=actor=1,rollout=1"],
-    "gkd": ["mesh=actor=1,rollout=1,teacher=1"],
+    "gkd": ["mesh=actor=1,rollout=1,teacher=1", "offload.params=true"],
     "pages": [*GSPO, "mesh=actor=1,rollout=1", "rollout.cache_tokens=64"],
     "mixed": ["mesh=actor=1,rollout=1,teacher=1", "distill.on_policy_fraction=0.5"],
     "adapters": [*GSPO, "mesh=actor=1,rollout=1", "student.lora.rank=4"],
@@ -58,6 +60,26 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[int, Rollout]:
     return batches
 
 
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every launch a checkpoint would have what is unfinished, and no batch that is whole but
+    not made. While weights arrive, nothing of what is sampled is on the devices."""
+    work_on, take = Sampler._work_on, Sampler._take
+
+    def look(self: Sampler) -> None:
+        work_on(self)
+        for batch in self.unfinished(0).values():
+            assert any(one.finish_reason == "unfinished" for one in batch.completions)
+
+    def arrive(self: Sampler, params: Any) -> None:
+        assert not self._streams or self._stream.params is None
+        assert CACHE not in self._stream.ledger._held
+        take(self, params)
+
+    monkeypatch.setattr(Sampler, "_work_on", look)
+    monkeypatch.setattr(Sampler, "_take", arrive)
+
+
 def config(models: list[str], run_dir: Path, case: str, *overrides: str) -> Config:
     keys = [*models, *SHORT, *CONSTANT, *PLAIN, *CASES[case], f"run_dir={run_dir}", *overrides]
     return Config.load(QUICK[1], keys)
@@ -73,6 +95,7 @@ def assert_bounded(batches: dict[int, Rollout], staleness: int) -> None:
         assert batch.policy_version == min(one.versions[0][1] for one in batch.completions)
 
 
+@pytest.mark.usefixtures("looked_at")
 @pytest.mark.parametrize("case", and_slow(["gspo", "gkd"], [*CASES][2:]))
 def test_batches_have_their_prompts_and_no_token_is_too_old(
     models: list[str],
@@ -93,6 +116,8 @@ def test_batches_have_their_prompts_and_no_token_is_too_old(
         assert row["stream/age"] == pytest.approx(np.concatenate(ages).mean())
         assert row["staleness"] == max(map(np.max, ages)) <= 2
     assert max(row.get("staleness", 0) for row in rows) == 2
+    last = rows[-1]
+    assert last["total/rollout/device_s"] <= last["total/device_s"] / 2
     assert case == "mixed" or sum(row.get("stream/read_again", 0) for row in rows) > 0
     assert len([row for row in rows if "eval/accuracy" in row]) == 4
     whole: list[Rollout] = []
@@ -191,17 +216,22 @@ def test_processes_stream(
     try:
         asked = config(models, tmp_path / "run", "gkd", *STREAMS, "launcher=ray", "steps=8")
 
-        def stop(row: dict[str, float]) -> None:
-            if row["step"] == 3:
+        def disturb(row: dict[str, float]) -> None:
+            if row["step"] == 2:  # amid batches that go on between the loads of weights
+                here = psutil.Process().children(recursive=True)
+                (rollout,) = [x for x in here if x.name().startswith("ray::jaxrl:roll")]
+                rollout.kill()
+            if row["step"] == 4:
                 raise jaxrl.StopTraining("enough")
 
-        assert train(asked, on_step=stop).stopped is not None
+        assert train(asked, on_step=disturb).stopped is not None
+        log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+        assert "restarting rollout (1 of 3)" in log and "rollout is back" in log
         result = train(asked)
     finally:
         leave()
     assert [row["step"] for row in result.metrics] == list(range(9))
     assert max(row.get("staleness", 0) for row in result.metrics) == 2
-    assert sum(row.get("stream/read_again", 0) for row in result.metrics) > 0
 
 
 @pytest.mark.parametrize(
