@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,16 @@ def test_what_is_unfinished_as_a_run_stops_goes_on(
     tmp_path: Path,
     made: dict[int, Rollout],
     begun: dict[int, list[Completion]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing that was sampled is lost: the tokens, their log-probs and versions are kept."""
+    work_on = Sampler._work_on
+
+    def slowly(self: Sampler) -> None:
+        time.sleep(0.01)
+        work_on(self)
+
+    monkeypatch.setattr(Sampler, "_work_on", slowly)
 
     def stop(row: dict[str, float]) -> None:
         if row["step"] == 2:
