@@ -118,19 +118,25 @@ def sampling_arrays(sampling: SamplingParams) -> SamplingArrays:
 @lru_cache(maxsize=64)
 def first_key(seed: int, step: int, attempt: int = 0) -> np.ndarray:
     """Returns the threefry key with which the key of every token of an attempt at a step begins,
-    [2] uint32."""
-    parts = [seed % 2**32, (seed >> 32) % 2**32, step, *((ATTEMPT, attempt) if attempt else ())]
-    return np.asarray(_key_of(np.array(parts, np.uint32)))
+    [2] uint32. It is computed here, as on a device it would wait for what another role runs
+    there."""
+    key = 0, seed % 2**32
+    for part in ((seed >> 32) % 2**32, step, *((ATTEMPT, attempt) if attempt else ())):
+        key = _fold_in(key, part)
+    return np.array(key, np.uint32)
 
 
-@jax.jit
-def _key_of(parts: UInt32[Array, " N"]) -> UInt32[Array, " 2"]:
-    """Computes the threefry key of a seed, the first of `parts`, into which the others are
-    folded."""
-    key = jax.random.key(parts[0], impl="threefry2x32")
-    for part in parts[1:]:
-        key = jax.random.fold_in(key, part)
-    return jax.random.key_data(key)
+def _fold_in(key: tuple[int, int], data: int) -> tuple[int, int]:
+    """Computes `jax.random.fold_in` of a threefry key: 20 rounds of Threefry-2x32 (Salmon et al.
+    2011) on (0, data)."""
+    keys, low = (*key, key[0] ^ key[1] ^ 0x1BD11BDA), 2**32 - 1
+    x, y = key[0], (data + key[1]) & low
+    for group in range(1, 6):
+        for turn in (13, 15, 26, 6) if group % 2 else (17, 29, 16, 24):
+            x = (x + y) & low
+            y = ((y << turn | y >> (32 - turn)) & low) ^ x
+        x, y = (x + keys[group % 3]) & low, (y + keys[(group + 1) % 3] + group) & low
+    return x, y
 
 
 def sample_keys(

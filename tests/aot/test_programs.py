@@ -38,7 +38,7 @@ Form = tuple[str, frozenset[str]]
 @cache
 def own_functions() -> frozenset[str]:
     """Names of jaxrl's functions, as jax names the programs that are made of them; without one that
-    jax.numpy has too, and those whose programs make a key or a checksum: a few numbers."""
+    jax.numpy has too, and one whose programs make a checksum: a few numbers."""
     found = {"<lambda>"}
     for path in Path(jaxrl.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -46,7 +46,7 @@ def own_functions() -> frozenset[str]:
                 found |= {
                     x.name for x in ast.iter_child_nodes(node) if isinstance(x, ast.FunctionDef)
                 }
-    return frozenset(found - {"_where", "_key_of", "_checksum"})
+    return frozenset(found - {"_where", "_checksum"})
 
 
 def form(program: Any, args: object, kwargs: object) -> Form:

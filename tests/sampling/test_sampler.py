@@ -13,6 +13,7 @@ from cases import and_slow
 
 from jaxrl.errors import UserError
 from jaxrl.sampling.sampler import (
+    ATTEMPT,
     BLOCK,
     Draw,
     SamplingParams,
@@ -226,6 +227,16 @@ def test_random_bits_are_a_function_of_seed_step_prompt_sample_and_position() ->
     ]
     distinct = {tuple(x[0]) for x in [base, *others]}
     assert len(distinct) == 1 + len(others)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 + 1, 2**62 - 1])
+def test_the_first_key_is_that_of_jax(seed: int) -> None:
+    for step, attempt in ((0, 0), (1, 0), (2**31 - 1, 0), (3, 2)):
+        key = jax.random.key(np.uint32(seed % 2**32), impl="threefry2x32")
+        parts = [seed >> 32, step, *((ATTEMPT, attempt) if attempt else ())]
+        for part in parts:
+            key = jax.random.fold_in(key, np.uint32(part))
+        np.testing.assert_array_equal(jax.random.key_data(key), first_key(seed, step, attempt))
 
 
 def test_every_attempt_has_random_bits_of_its_own_for_every_prompt() -> None:
