@@ -625,7 +625,8 @@ class DeadlinesConfig(Section):
     startup: PositiveNumber = 600.0
     """Seconds to load weights and build a role."""
     generate: PositiveNumber = 600.0
-    """Seconds to sample one batch of completions, including compilation."""
+    """Seconds to sample one batch of completions, including compilation; with schedule=streaming
+    since the batch before it."""
     score: PositiveNumber = 600.0
     """Seconds to score one batch (teacher, reference, reward, grouper)."""
     update: PositiveNumber = 600.0
