@@ -236,7 +236,7 @@ class Config(Section, metaclass=_Parsed):
     staleness: Annotated[
         int, Field(ge=1, le=8), refused("it decides which weights sample each batch")
     ] = 1
-    """Of schedule=streaming: most updates between the weights that sample a token and those that
+    """Of schedule=streaming: most batches between the weights that sample a token and those that
     learn it."""
     steps: Annotated[Positive, MORE_STEPS] = 200
     """Batches to train on."""

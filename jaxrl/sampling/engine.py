@@ -10,6 +10,9 @@ the prompts of others. What follows is in the slots, or in pages of a pool (`sam
 sampled tokens depend on (seed, step, attempt, prompt id, sample id, position), never on slots,
 launches or timing.
 
+The engine is open: requests come and go, and weights change, between two launches. What is in
+flight then keeps its tokens, and its keys and values are computed again with the new weights.
+
 In an episode an environment answers each turn of the model (`sampling.partial_completion`). Its
 slot keeps its keys and values and decodes nothing until the answer is there, whose tokens are then
 added to them. Other slots continue meanwhile. The cache keeps its slots and has its full length and
