@@ -68,6 +68,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     work_on, take = Sampler._work_on, Sampler._take
 
     def look(self: Sampler) -> None:
+        time.sleep(0.005)  # an update takes less than a batch: weights come amid some
         work_on(self)
         for batch in self.unfinished(0).values():
             assert any(one.finish_reason == "unfinished" for one in batch.completions)
