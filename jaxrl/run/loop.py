@@ -14,9 +14,10 @@ is `policy.dynamic_sampling=refill`, where generating a batch waits for its samp
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +29,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import Stopped
 from jaxrl.run.reporting import Futures, Run
 from jaxrl.runtime.worker import Future, Handle, T, Times, done_future
-from jaxrl.types import Rollout
+from jaxrl.types import Rollout, Trained
 
 POLL_S = 0.5
 """Seconds between two checks, during a wait, whether the run was asked to end."""
@@ -135,6 +136,29 @@ class Calls:
         return end > 0 and row <= latest
 
 
+@dataclass
+class BatchCalls:
+    """The calls of one row of the metrics: of the batch that makes a version of the weights, and of
+    what follows on that version."""
+
+    rollout: Future[Rollout] | None = None
+    scores: dict[str, Sequence[Future[object]]] = field(default_factory=dict)
+    """Role -> one future for each part of its scores."""
+    update: Future[Trained] | None = None
+    after: dict[str, Future[Any]] = field(default_factory=dict)
+    """`publish.ROLE`, `load.ROLE` and `eval.ROLE` of the version."""
+
+    def futures(self) -> Futures:
+        """Returns all of them by name. The last part of each role's scores is `score.ROLE`, the
+        earlier parts are `score.ROLE.0` and so on."""
+        batch = {"rollout": self.rollout, "update": self.update}
+        found = {name: call for name, call in batch.items() if call is not None} | self.after
+        for role, parts in self.scores.items():
+            found |= {f"score.{role}.{i}": part for i, part in enumerate(parts[:-1])}
+            found[f"score.{role}"] = parts[-1]
+        return found
+
+
 @dataclass(frozen=True)
 class SoFar:
     """A batch that is being streamed, as a checkpoint has it: whole, or what there is of it."""
@@ -169,11 +193,8 @@ class Loop:
         self._scorers = sorted(scorers, key=lambda role: len(self._roles[role].needs))
         self._followers = [role for role in scorers if self._roles[role].publish is not None]
         """Roles that score each batch with the weights that train on it."""
-        self.futures: dict[tuple[str, int], Future[Any]] = {}
-        """The futures whose rows are not written yet. Keys: (`rollout` or `update`, batch), or
-        (`publish.ROLE`, `load.ROLE` or `eval.ROLE`, version)."""
-        self.scores: dict[int, dict[str, Sequence[Future[object]]]] = {}
-        """Batch -> role -> one future for each part of its scores."""
+        self.rows: defaultdict[int, BatchCalls] = defaultdict(BatchCalls)
+        """The calls of the rows that are not written yet; row i + 1 is of batch i."""
         self.sent: dict[str, int] = {}
         """Role -> the version of the policy's weights that it was sent last."""
         self._reported = -1
@@ -222,13 +243,13 @@ class Loop:
             self._publish(0)
             for role in self.sources.evaluated:
                 asked = self.calls.call(role, protocols.SamplingRole.sample, self.sources.held_out)
-                self.futures[f"eval.{role}", 0] = asked
+                self.rows[0].after[f"eval.{role}"] = asked
             return
         self._saved = self.calls.submitted = step
         self.calls.kind, self.calls.row = "publish", step
         self._publish(step, evaluate=not evaluated)
         self._reported = step
-        self.reporter.amend(step, self._take(step))
+        self.reporter.amend(step, self.rows.pop(step, BatchCalls()).futures())
         for index, rollout in rollouts.items():
             made = done_future(rollout)
             if any(one.finish_reason == "unfinished" for one in rollout.completions):
@@ -236,33 +257,33 @@ class Loop:
                 prompts, begun = self.sources.prompts(index), rollout.completions
                 generate = protocols.RolloutRole.generate
                 made = self.calls.call("rollout", generate, prompts, step=index, begun=begun)
-            self.futures["rollout", index] = made
+            self.rows[index + 1].rollout = made
 
     def act(self, action: Action) -> None:
         """Makes the calls of an action: of `train` also those of a save that is due then, of
         `publish` those of an evaluation."""
-        # Row i + 1 is of batch i; publishing version i + 1 belongs to that row as well.
         calls, index = self.calls, action.index
         calls.kind, calls.row = action.kind, index + (action.kind != "publish")
+        batch = self.rows[calls.row]
         with nullcontext() if self.around is None else self.around(action):
             if action.kind == "generate":
-                self.futures["rollout", index] = self._method.completions(self.sources, index)
+                batch.rollout = self._method.completions(self.sources, index)
             elif action.kind == "score":
                 scores = self.sources.early_scores.pop(index, {})
+                assert batch.rollout is not None
                 for role in self._scorers:
                     if role not in scores:
-                        rollout = self.futures["rollout", index]
-                        scores[role] = self.sources.scores(role, rollout, scores)
-                self.scores[index] = {role: scores[role] for role in self._scorers}
+                        scores[role] = self.sources.scores(role, batch.rollout, scores)
+                batch.scores = {role: scores[role] for role in self._scorers}
             elif action.kind == "train":
-                rollout = self.futures["rollout", index]
+                assert batch.rollout is not None
                 scores = {}
-                for role, parts in self.scores[index].items():
+                for role, parts in batch.scores.items():
                     # The teacher's, the largest, are freed once the actor has them.
                     consumed = self._roles[role].consumed
                     scores[role] = [p.consume() for p in parts] if consumed else parts
-                self.futures["update", index] = calls.call(
-                    "actor", protocols.ActorRole.update, rollout, scores, step=index
+                batch.update = calls.call(
+                    "actor", protocols.ActorRole.update, batch.rollout, scores, step=index
                 )
                 if self.checkpoints.due(index + 1):
                     self.save(index + 1)
@@ -279,7 +300,7 @@ class Loop:
             self.send(role, version)
             if due and role == "rollout":
                 asked = self.calls.call(role, protocols.SamplingRole.sample, self.sources.held_out)
-                self.futures["eval.rollout", version] = asked
+                self.rows[version].after["eval.rollout"] = asked
 
     def send(self, role: str, version: int) -> None:
         """Sends a role the policy's weights."""
@@ -287,8 +308,7 @@ class Loop:
         assert publish is not None
         weights = self.calls.call("actor", publish, version=version)
         loaded = self.calls.call(role, protocols.ReceivingRole.load, weights)
-        self.futures[f"publish.{role}", version] = weights
-        self.futures[f"load.{role}", version] = loaded
+        self.rows[version].after |= {f"publish.{role}": weights, f"load.{role}": loaded}
         self.sent[role] = version
 
     def save(self, step: int) -> None:
@@ -298,10 +318,8 @@ class Loop:
         asked = self.calls.call("actor", protocols.ActorRole.save, folder, step=step)
         saved = self.calls.call("actor", protocols.ActorRole.saved, asked)
         generated = min(self._schedule.generated, step + self._schedule.staleness)
-        ahead = ((i, ("rollout", i)) for i in range(step, generated))
-        in_flight: dict[int, PendingResult[Rollout]] = {
-            i: self.futures[key] for i, key in ahead if key in self.futures
-        }
+        ahead = ((i, self.rows[i + 1].rollout) for i in range(step, generated))
+        in_flight: dict[int, PendingResult[Rollout]] = {i: x for i, x in ahead if x is not None}
         if in_flight and self.config.schedule == "streaming":
             so_far = self.calls.call("rollout", protocols.RolloutRole.unfinished, asked)
             in_flight = {i: SoFar(i, made, so_far) for i, made in in_flight.items()}
@@ -322,23 +340,10 @@ class Loop:
         -1: row 0 only, the evaluation before the first batch."""
         while self._reported <= until:
             step = self._reported + 1
-            before = dict(self.futures), dict(self.scores)
+            taken = self.rows.pop(step, BatchCalls())
             try:
-                self.reporter.row(step, self._take(step))
+                self.reporter.row(step, taken.futures())
             except BaseException:  # a checkpoint may need the rollout, and a session all
-                self.futures, self.scores = before
+                self.rows[step] = taken
                 raise
             self._reported = step
-
-    def _take(self, step: int) -> Futures:
-        """Removes and returns the futures of one row: those of the batch that made version `step`,
-        and those of what followed on that version (publishing, evaluation). The last part of each
-        role's scores is `score.ROLE`, the earlier parts are `score.ROLE.0` and so on."""
-        keys = {kind: (kind, step - 1) for kind in ("rollout", "update")}
-        for kind in ("publish", "load", "eval"):
-            keys |= {f"{kind}.{role}": (f"{kind}.{role}", step) for role in self._roles}
-        taken = {name: self.futures.pop(key) for name, key in keys.items() if key in self.futures}
-        for role, parts in self.scores.pop(step - 1, {}).items():
-            taken |= {f"score.{role}.{i}": part for i, part in enumerate(parts[:-1])}
-            taken[f"score.{role}"] = parts[-1]
-        return taken

@@ -235,7 +235,8 @@ class RunSession:
         with self._hearing():
             if index not in self._ahead:  # else a checkpoint of another schedule has it
                 loop.act(Action("generate", index))
-            sampled = loop.futures["rollout", index]
+            sampled = loop.rows[index + 1].rollout
+            assert sampled is not None
             self._join([sampled])
         early = loop.sources.early_scores.pop(index, {})
         return BatchByHand(prompts.step, self, sampled, early, self.config.reward.functions)
@@ -250,12 +251,12 @@ class RunSession:
         self._begin()
         self._check_batch(batch, "s.score")
         index, loop = self.step, self._loop
-        loop.futures["rollout", index] = batch.sampled
+        loop.rows[index + 1].rollout = batch.sampled
         if batch.early and batch.early_functions == self.config.reward.functions:
             loop.sources.early_scores[index] = dict(batch.early)
         with self._hearing():
             loop.act(Action("score", index))
-            scores = loop.scores[index]
+            scores = loop.rows[index + 1].scores
             self._join([part for parts in scores.values() for part in parts])
         return replace(batch, scored=scores, _report=None, _values={})
 
@@ -268,7 +269,8 @@ class RunSession:
         self._begin()
         self._check_batch(batch, "s.update")
         index, loop = self.step, self._loop
-        loop.futures["rollout", index], loop.scores[index] = batch.sampled, dict(batch.scores)
+        row = loop.rows[index + 1]
+        row.rollout, row.scores = batch.sampled, dict(batch.scores)
 
         def train() -> None:  # on a thread, which no Ctrl-C of a cell stops half way
             loop.act(Action("train", index))
@@ -500,8 +502,8 @@ class RunSession:
         if loop.sent.get("rollout") != self.step:
             loop.calls.kind = "publish"
             loop.send("rollout", self.step)
-            sent = (f"{kind}.rollout" for kind in ("publish", "load"))
-            self._join([loop.futures.pop((kind, self.step)) for kind in sent])
+            after = loop.rows[self.step].after
+            self._join([after.pop(f"{kind}.rollout") for kind in ("publish", "load")])
         done: list[list[Completion]]
         done = self._ask("generate", "rollout", SamplingRole.sample, prompts)
         return done
