@@ -65,7 +65,7 @@ def test_a_call_is_late_by_the_time_awake(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("jaxrl.process.awake_clock._awake_clock", watch)
     worker = LocalWorker("actor")
     call = LocalFuture("actor", "update", (), {}, 600, False, False, worker)
-    call.times.started = clock.now
+    worker.running, call.times.started = call, clock.now
     clock.now += 3600
     call.check()
     tick(watch, clock, 590)
