@@ -256,8 +256,7 @@ class Engine:
         if self._decoding is None:
             if not self._waiting:
                 return 0
-            assert self.params is not None, "`swap` comes first"
-            self._decoding = _Decoding(self, self.params, self._next_waiting())
+            self._decoding = _Decoding(self, self._next_waiting())
         elif self._waiting and self._decoding.accepts(self._waiting[0]):
             self._decoding.admit(self._next_waiting())
         tokens = self._decoding.step()
@@ -286,7 +285,6 @@ class Engine:
                 )
         self.params, self.version = params, version
         if self._decoding is not None:
-            self._decoding.params = params
             self._decoding.read_again()
 
     def park(self) -> None:
@@ -430,9 +428,9 @@ class _Decoding:
     """What there is while requests of one `SampleRequest.way` are in flight: their queue, the
     slots, and the caches."""
 
-    def __init__(self, engine: Engine, params: Params, samples: list[PartialCompletion]):
+    def __init__(self, engine: Engine, samples: list[PartialCompletion]):
         """Makes room for these samples, from which the sizes of arrays follow."""
-        self.engine, self.params, self.ledger = engine, params, engine.ledger
+        self.engine, self.ledger = engine, engine.ledger
         mesh, shards = engine.mesh, engine.row_shards
         self.way = samples[0].request.way
         self.sampling, self.record = self.way
@@ -464,6 +462,12 @@ class _Decoding:
         """Open while all slots wait for environments."""
         self.pauses = False
         self.admit(samples)
+
+    @property
+    def params(self) -> Params:
+        """Returns those of the engine. Nothing else holds them: dropped there, they are freed."""
+        assert self.engine.params is not None, "`swap` comes first"
+        return self.engine.params
 
     @property
     def in_flight(self) -> int:
