@@ -571,6 +571,11 @@ class Config(Section, metaclass=_Parsed):
         return next(n for n in own if self.batch_size % n == 0)
 
     @property
+    def streams(self) -> bool:
+        """Returns whether the rollout begins a batch before those ahead of it have ended."""
+        return self.schedule == "streaming"
+
+    @property
     def updates_per_batch(self) -> int:
         return self.minibatches * self.actor.epochs_per_batch
 
@@ -602,22 +607,21 @@ class Config(Section, metaclass=_Parsed):
 
 def _run_rules(c: Config) -> Iterator[Rule]:
     yield from run_rules(c)
-    streams = c.schedule == "streaming"
     yield (
-        c.staleness != 1 and not streams,
+        c.staleness != 1 and not c.streams,
         "staleness schedule",
         "the lag of another schedule is fixed",
         "schedule=streaming, or staleness=1",
     )
     why, instead = "a checkpoint cannot hold {} yet", "schedule=one_step_off"
     yield (
-        streams and c.environment.name is not None,
+        c.streams and c.environment.name is not None,
         "schedule environment.name",
         why.format("an unfinished episode"),
         instead,
     )
     yield (
-        streams and c.policy.router_replay,
+        c.streams and c.policy.router_replay,
         "schedule policy.router_replay",
         why.format("the experts of an unfinished completion"),
         instead,

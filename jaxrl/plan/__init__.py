@@ -126,7 +126,7 @@ def make_plan(
     for role in served:
         placement = place_without_devices(placement, role)
     pool = placement.pool_of("rollout").roles if "rollout" in placement.roles else ()
-    if config.schedule == "streaming" and (beside := [role for role in pool if role != "rollout"]):
+    if config.streams and (beside := [role for role in pool if role != "rollout"]):
         raise UserError(
             f"schedule=streaming: the rollout samples all the time, and shares its devices with"
             f" {', '.join(beside)} in mesh={config.mesh}; give it its own, as in"

@@ -175,7 +175,7 @@ class Sampler:
                 f"environment.name={config.environment.name} needs a rollout in one process, and"
                 f" this one is in {jax.process_count()}: give rollout the devices of one host"
             )
-        self._streams = config.schedule == "streaming" and not teacher
+        self._streams = config.streams and not teacher
         if self._streams and jax.process_count() > 1:
             raise UserError(
                 "schedule=streaming needs a rollout in one process, and this one is in"
@@ -522,7 +522,7 @@ def rollout_programs(run: RunArrays) -> Iterator[Program]:
         jitted = topk_program(Projection.from_config(c, run.meshes[role], m.vocab), model)
         given = run.params(role, model), run.sequences(role, m.padded_rows)
         held: Any = ()  # the next batches are being sampled meanwhile
-        if c.schedule == "streaming":
+        if c.streams:
             held = [program.cache for program in sampling if program.name == "decode"]
         how: Any = {"beside": local_bytes(held), "cache": held}
         yield Program(role, "top-k of the policy", jitted, given, "rollout.generate", **how)

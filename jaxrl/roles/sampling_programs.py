@@ -61,7 +61,7 @@ def sampling_programs(
     """
     c, m, teaches = run.config, run.shapes, role == "teacher"
     most = c.teacher_new_tokens if teaches else c.max_new_tokens
-    streams = c.schedule == "streaming" and not teaches
+    streams = c.streams and not teaches
     if not teaches:
         m.paged_cache()  # raises where it cannot be
     engine = Engine(

@@ -320,7 +320,7 @@ class Loop:
         generated = min(self._schedule.generated, step + self._schedule.staleness)
         ahead = ((i, self.rows[i + 1].rollout) for i in range(step, generated))
         in_flight: dict[int, PendingResult[Rollout]] = {i: x for i, x in ahead if x is not None}
-        if in_flight and self.config.schedule == "streaming":
+        if in_flight and self.config.streams:
             so_far = self.calls.call("rollout", protocols.RolloutRole.unfinished, asked)
             in_flight = {i: SoFar(i, made, so_far) for i, made in in_flight.items()}
         schedule = {"name": self.config.schedule, "generated": generated, "trained": step}

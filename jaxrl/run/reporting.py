@@ -284,7 +284,7 @@ class Run:
         row["data/epoch"] = step * self.job.config.batch_size / self.job.train.epoch_prompts
         if rollout.policy_version >= 0:
             row["staleness"] = step - 1 - rollout.policy_version
-            if self.job.config.schedule == "streaming":
+            if self.job.config.streams:
                 versions = np.concatenate([one.token_versions for one in rollout.completions])
                 row["stream/age"] = step - 1 - float(versions.mean())
                 row["stream/read_again"] = float(rollout.read_again)
