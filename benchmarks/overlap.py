@@ -13,14 +13,11 @@ one. Ideal is the longer of sampling at full slots and training, and one update.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 
 import numpy as np
 

@@ -127,8 +127,15 @@ def shared_programs() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_families_of_users() -> Iterator[None]:
+def _as_before() -> Iterator[None]:
+    """What a test leaves in the process's environment, or registers, no later one finds."""
+    before = dict(os.environ)
     yield
+    for name in {*before, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
     if (families := sys.modules.get("jaxrl.models.families")) is not None:
         families.forget_families()
 
