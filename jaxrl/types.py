@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, NamedTuple, Self, overload
 
 import jax
 import numpy as np
@@ -334,6 +334,29 @@ class SampleCounts:
         return SampleCounts(**total, failure=self.failure or other.failure)
 
 
+class StreamEvent(NamedTuple):
+    """A call that came while completions were sampled, after so many launches: all that timing
+    decides of a run whose `schedule` is `streaming`."""
+
+    call: str
+    """`load`, `sample` (an evaluation), `generate` or `save` (a checkpoint)."""
+    number: int
+    """The version of the weights or, of `generate`, the batch."""
+    launches: int
+    """Since the event before."""
+
+
+@dataclass(frozen=True)
+class StreamEvents:
+    """What happened to a sampler, from some time on."""
+
+    sampler: str
+    """Another one after a restart."""
+    first: int
+    """How many events of it came before these."""
+    events: tuple[StreamEvent, ...]
+
+
 @dataclass(frozen=True)
 class Rollout:
     """A batch of completions under one set of weights, on the host."""
@@ -364,6 +387,9 @@ class Rollout:
     """Seconds in which sampling waited for environments alone."""
     notes: tuple[str, ...] = ()
     """Messages for the user about the environments, or the teacher's samples."""
+    events: StreamEvents | None = None
+    """What happened up to its end, at least since the batch before it was begun; None where batches
+    are not streamed."""
     replaced: SampleCounts = SampleCounts()
     """What was sampled for this batch and is not in it (`policy.dynamic_sampling=refill`)."""
     student_topk: Array = None

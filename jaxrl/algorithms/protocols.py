@@ -28,6 +28,8 @@ from jaxrl.types import (
     Prompt,
     RoleScores,
     Rollout,
+    StreamEvent,
+    StreamEvents,
     TeacherSignal,
     TokenValues,
     Trained,
@@ -94,7 +96,8 @@ class RolloutRole(SamplingRole, ReceivingRole, Protocol):
         attempt: int = 0,
         begun: Sequence[Completion] | None = None,
     ) -> Rollout: ...
-    def unfinished(self, saved: int) -> dict[int, Rollout]: ...
+    def unfinished(self, saved: int) -> tuple[dict[int, Rollout], StreamEvents]: ...
+    def follow(self, expected: Sequence[StreamEvent], exact: bool) -> None: ...
 
 
 class ReferenceRole(Protocol):
@@ -165,7 +168,7 @@ def call_deadlines(config: Config) -> dict[str, float]:
     d = config.deadlines
     return {
         **dict.fromkeys(("update", "inspect"), d.update),
-        "use": d.startup,
+        **dict.fromkeys(("use", "follow"), d.startup),
         **dict.fromkeys(("publish", "publish_to_teacher", "load"), d.weight_sync),
         **dict.fromkeys(("save", "saved", "unfinished"), d.checkpoint),
         "export": d.export,

@@ -32,6 +32,7 @@ from jaxrl.roles.actor import PUBLISHED, SENT, shared_base
 from jaxrl.roles.declared import Program, Remedy, Resident, local_bytes
 from jaxrl.roles.run_shapes import RunArrays, RunShapes, common_remedies, fractions
 from jaxrl.roles.sampling_programs import abstract_cache, sampling_params, sampling_programs
+from jaxrl.roles.stream_log import BEGUN, StreamLog
 from jaxrl.runtime.worker import Later, detail, phase, stopping
 from jaxrl.sampling.engine import Aborted, Engine, EngineStats
 from jaxrl.sampling.partial_completion import RandomKey, SampleRequest
@@ -39,7 +40,16 @@ from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import abstract_mesh, verify_arrays
 from jaxrl.sharding.reshard import Shards, checksums, put, reshard, to_host
-from jaxrl.types import Completion, Prompt, Rollout, Sequences, Tree, Weights
+from jaxrl.types import (
+    Completion,
+    Prompt,
+    Rollout,
+    Sequences,
+    StreamEvent,
+    StreamEvents,
+    Tree,
+    Weights,
+)
 
 EVAL_SEED = 0x5EED
 """Added to the run's seed for evaluations: they use other random numbers than training does, and
@@ -198,8 +208,10 @@ class Sampler:
         self._stream = make_engine(swaps=True) if self._streams else self.engine
         """Samples the batches, several at once where they are streamed; `engine` samples what is
         asked for at once."""
-        self._begun: dict[int, tuple[Sequence[Prompt], list[Future[Completion]]]] = {}
-        """Step -> the prompts of a batch that is being streamed, and its completions in order."""
+        self._begun: dict[int, tuple[Sequence[Prompt], list[Future[Completion]], int]] = {}
+        """Step -> of a batch that is being streamed: its prompts, its completions in order, and the
+        first event since the batch before it was begun."""
+        self._log, self._next_first = StreamLog(), 0
         _, self._shardings = frozen_and_trained(param_shardings(model, mesh, "unstacked"))
         if params is None and not teacher:
             dtype = jnp.dtype(config.rollout.dtype)
@@ -242,6 +254,7 @@ class Sampler:
         self.version = weights.version
         if self._streams:
             self._stream.swap(self._weights, self.version)
+            self._log.note("load", self.version)
         verify_arrays("rollout", self.params, self.mesh)
         return metrics
 
@@ -302,38 +315,53 @@ class Sampler:
         prompts, requests = self._requests(prompts, "train", step, attempt)
         so_far: Sequence[Completion | None] = begun or [None] * len(requests)
         futures = list(map(self._stream.submit, requests, so_far))
-        self._begun[step] = prompts, futures
-        later: Any = Later(self._work_on, partial(self._finished, step))  # the worker waits for it
+        self._begun[step] = prompts, futures, self._next_first
+        self._next_first = self._log.count
+        self._log.note("generate" if begun is None else BEGUN, step)
+        value = partial(self._finished, step)
+        later: Any = Later(self._work_on, value, self._log.left)  # the worker waits for it
         return later
 
+    def follow(self, expected: Sequence[StreamEvent], exact: bool) -> None:
+        """Has launches and the next calls come in the order of a record, as `StreamLog.follow`."""
+        self._log.follow(expected, exact)
+
     def _work_on(self) -> None:
-        self._stream.step()
+        if self._stream.in_flight:
+            self._stream.step()
+            self._log.launched()
         detail(f"batches {', '.join(map(str, self._begun))}: {self._stream.in_flight} left")
 
     def _finished(self, step: int) -> Rollout | None:
         """Returns the batch of a step once all its completions have ended."""
-        prompts, futures = self._begun[step]
+        prompts, futures, first = self._begun[step]
         if not all(future.done() for future in futures):
             return None
         del self._begun[step]
         batch = self.make_batch(prompts, self._by_prompt([x.result() for x in futures]))
         self._stream.stats = EngineStats(slots=self._stream.slots)
-        return batch
+        return replace(batch, events=self._log.since(first))
 
-    def unfinished(self, saved: int) -> dict[int, Rollout]:
+    def unfinished(self, saved: int) -> tuple[dict[int, Rollout], StreamEvents]:
         """Returns the batches that are being streamed, by step, with what there is of their
-        completions: what a checkpoint has of them. One whose completions have all ended is left
-        out, since it is about to be made.
+        completions, and what has happened to them: what a checkpoint has of them. One whose
+        completions have all ended is left out, since it is about to be made.
+
+        What is in flight is read again with the next weights, which the caller sends now: nothing
+        is sampled before, as nothing is in the run that resumes.
 
         Args:
-            saved: what the actor's `save` returned: the call waits for it.
+            saved: the number of batches that the actor, which has been saved, was trained on.
         """
+        self._stream.park()
         found = {}
-        for step, (prompts, futures) in self._begun.items():
+        for step, (prompts, futures, _) in self._begun.items():
             completions = self._stream.so_far(futures)
             if any(one.finish_reason == "unfinished" for one in completions):
                 found[step] = self._pack(prompts, self._by_prompt(completions))
-        return found
+        first = min((first for _, _, first in self._begun.values()), default=self._next_first)
+        self._log.note("save", saved)
+        return found, self._log.since(first)
 
     def _by_prompt(self, completions: list[Completion]) -> list[list[Completion]]:
         n = self.config.group_size
@@ -379,6 +407,9 @@ class Sampler:
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
         """Samples `eval.samples` completions of each prompt, as `eval.*` says."""
+        if self._streams:
+            self._stream.park()
+            self._log.note("sample", self.version)
         return self._sample(prompts, "eval")[1]
 
     def _requests(
@@ -429,8 +460,6 @@ class Sampler:
         n = self.config.group_size if split == "train" else self.config.eval.samples
         with phase(f"{len(prompts)} prompts x {n}, version {self.version}"):
             prompts, requests = self._requests(prompts, split, step, attempt)
-            if self._streams:
-                self._stream.park()
             done = self.engine.generate(
                 self._weights,
                 requests,

@@ -27,9 +27,10 @@ from jaxrl.algorithms.schedule import Action, Schedule, staleness_of
 from jaxrl.checkpoint.writer import CheckpointWriter, PendingResult
 from jaxrl.config.schema import Config
 from jaxrl.errors import Stopped
+from jaxrl.roles.stream_log import BEGUN
 from jaxrl.run.reporting import Futures, Run
 from jaxrl.runtime.worker import Future, Handle, T, Times, done_future
-from jaxrl.types import Rollout, Trained
+from jaxrl.types import Rollout, StreamEvent, StreamEvents, Trained
 
 POLL_S = 0.5
 """Seconds between two checks, during a wait, whether the run was asked to end."""
@@ -165,11 +166,17 @@ class SoFar:
 
     index: int
     made: PendingResult[Rollout]
-    so_far: Future[dict[int, Rollout]]
+    so_far: Future[tuple[dict[int, Rollout], StreamEvents]]
+    record: Callable[[StreamEvents], None]
 
     def result(self) -> Rollout:
-        unfinished = self.so_far.result()
+        unfinished, happened = self.so_far.result()
+        self.record(happened)
         return unfinished.get(self.index) or self.made.result()
+
+
+def _is_unfinished(rollout: Rollout) -> bool:
+    return any(one.finish_reason == "unfinished" for one in rollout.completions)
 
 
 @dataclass
@@ -182,6 +189,8 @@ class Loop:
     checkpoints: CheckpointWriter
     around: Callable[[Action], AbstractContextManager[None]] | None = None
     """A context manager around each action, where steps are profiled (`Profile.around`)."""
+    replayed: Sequence[StreamEvent] = ()
+    """The record of the streamed run that this one repeats."""
 
     def __post_init__(self) -> None:
         self.config, self._method = self.sources.config, method_of(self.sources.config)
@@ -197,6 +206,7 @@ class Loop:
         """The calls of the rows that are not written yet; row i + 1 is of batch i."""
         self.sent: dict[str, int] = {}
         """Role -> the version of the policy's weights that it was sent last."""
+        self._replayed_calls = {event[:2] for event in self.replayed}
         self._reported = -1
         """The newest step whose row is written; -1 before the first."""
         self._saved = 0
@@ -239,25 +249,37 @@ class Loop:
         in_flight, ahead = len(rollouts), not self._followers
         staleness = staleness_of(self.config)
         self._schedule = Schedule.resume(step, in_flight, self.config.steps, staleness, ahead)
+        stream, follow = self.reporter.stream, protocols.RolloutRole.follow
         if step == 0:
+            if self.replayed:
+                self.calls.call("rollout", follow, self.replayed, exact=True)
             self._publish(0)
+            self._evaluate(0)
             for role in self.sources.evaluated:
                 asked = self.calls.call(role, protocols.SamplingRole.sample, self.sources.held_out)
                 self.rows[0].after[f"eval.{role}"] = asked
             return
         self._saved = self.calls.submitted = step
+        begun = [index for index, rollout in rollouts.items() if _is_unfinished(rollout)]
         self.calls.kind, self.calls.row = "publish", step
-        self._publish(step, evaluate=not evaluated)
-        self._reported = step
-        self.reporter.amend(step, self.rows.pop(step, BatchCalls()).futures())
+        if stream is not None:
+            load, *after = stream.after_load(step)
+            evaluated &= ("sample", step) not in [event[:2] for event in after]
+            expected = [load, *(StreamEvent(BEGUN, index, 0) for index in begun), *after]
+            self.calls.call("rollout", follow, expected, exact=False)
+        self._publish(step, evaluates=not evaluated)
         for index, rollout in rollouts.items():
             made = done_future(rollout)
-            if any(one.finish_reason == "unfinished" for one in rollout.completions):
+            if index in begun:
                 self.calls.kind, self.calls.row = "generate", index + 1
-                prompts, begun = self.sources.prompts(index), rollout.completions
+                prompts, sampled = self.sources.prompts(index), rollout.completions
                 generate = protocols.RolloutRole.generate
-                made = self.calls.call("rollout", generate, prompts, step=index, begun=begun)
+                made = self.calls.call("rollout", generate, prompts, step=index, begun=sampled)
             self.rows[index + 1].rollout = made
+        self.calls.kind, self.calls.row = "publish", step
+        self._evaluate(step, not evaluated)
+        self._reported = step
+        self.reporter.amend(step, self.rows.pop(step, BatchCalls()).futures())
 
     def act(self, action: Action) -> None:
         """Makes the calls of an action: of `train` also those of a save that is due then, of
@@ -287,20 +309,31 @@ class Loop:
                 )
                 if self.checkpoints.due(index + 1):
                     self.save(index + 1)
+                elif ("save", index + 1) in self._replayed_calls:
+                    calls.call("rollout", protocols.RolloutRole.unfinished, index + 1)
             else:
                 self._publish(index)
+                self._evaluate(index)
 
-    def _publish(self, version: int, evaluate: bool = True) -> None:
+    def _due(self, version: int) -> bool:
+        return bool(self.sources.held_out) and evaluates(self.config, version)
+
+    def _publish(self, version: int, evaluates: bool = True) -> None:
         """Sends new weights to the rollout, unless it will sample nothing with them, and to the
         scorers that follow the policy, unless no batch is left to score."""
-        due = evaluate and bool(self.sources.held_out) and evaluates(self.config, version)
         left = version < self.config.steps
-        samples = due or (left and self._method.samples_policy(self.config))
-        for role in (["rollout"] if samples else []) + (self._followers if left else []):
+        samples = left and self._method.samples_policy(self.config)
+        if samples or (evaluates and self._due(version)):
+            self.send("rollout", version)
+        for role in self._followers if left else []:
             self.send(role, version)
-            if due and role == "rollout":
-                asked = self.calls.call(role, protocols.SamplingRole.sample, self.sources.held_out)
-                self.rows[version].after["eval.rollout"] = asked
+
+    def _evaluate(self, version: int, evaluates: bool = True) -> None:
+        """Asks for the evaluation of the weights that the rollout was sent, if one is due."""
+        if evaluates and self._due(version):
+            sample = protocols.SamplingRole.sample
+            asked = self.calls.call("rollout", sample, self.sources.held_out)
+            self.rows[version].after["eval.rollout"] = asked
 
     def send(self, role: str, version: int) -> None:
         """Sends a role the policy's weights."""
@@ -320,9 +353,9 @@ class Loop:
         generated = min(self._schedule.generated, step + self._schedule.staleness)
         ahead = ((i, self.rows[i + 1].rollout) for i in range(step, generated))
         in_flight: dict[int, PendingResult[Rollout]] = {i: x for i, x in ahead if x is not None}
-        if in_flight and self.config.streams:
+        if in_flight and (stream := self.reporter.stream) is not None:
             so_far = self.calls.call("rollout", protocols.RolloutRole.unfinished, asked)
-            in_flight = {i: SoFar(i, made, so_far) for i, made in in_flight.items()}
+            in_flight = {i: SoFar(i, made, so_far, stream.add) for i, made in in_flight.items()}
         schedule = {"name": self.config.schedule, "generated": generated, "trained": step}
         self.checkpoints.begin(step, saved, in_flight, schedule)
 

@@ -37,6 +37,7 @@ from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.evaluation import evaluation_row, judged
 from jaxrl.run.job import Job
 from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, check_folder
+from jaxrl.run.stream_record import STREAM_FILE, StreamRecord
 from jaxrl.runtime.worker import Future, Times, Wait, WorkerGroup
 from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.console import Console
@@ -136,6 +137,8 @@ class Run:
     trackers: Trackers | None = field(init=False)
     timeline: Timeline = field(init=False)
     checkpoints: CheckpointWriter = field(init=False)
+    stream: StreamRecord | None = field(init=False)
+    """Where batches are streamed."""
     profile: Profile = field(init=False)
     scorers: Mapping[str, ScorerMetrics] = field(init=False)
     """Roles that score with a model on devices of the run."""
@@ -207,6 +210,11 @@ class Run:
             }
             if self.timeline.file is not None:
                 growing[TIMELINE_FILE] = self.timeline.file
+            self.stream = None
+            if config.streams:
+                self.stream = StreamRecord(path, after, notify, follows=not folder.changed)
+                growing[STREAM_FILE] = self.stream.file
+                stack.callback(self.stream.file.close)
             self.check_folder = partial(check_folder, folder, growing)
             self.checkpoints = CheckpointWriter(
                 path,
@@ -250,6 +258,8 @@ class Run:
         if step > 0:
             rollout: Rollout = self.wait(futures["rollout"])
             trained: Trained = self.wait(futures["update"])  # so everything of the batch has ended
+            if self.stream is not None and rollout.events is not None:
+                self.stream.add(rollout.events)
             sampled = rollout.policy_version >= 0 or rollout.decode_steps > 0  # else they are data
             row = self._batch(rollout, sampled, futures) | trained.metrics
         row |= self._version(step, futures)

@@ -38,6 +38,8 @@ from jaxrl.sharding.targets import Ceilings, ceilings_of
 
 POLL_S = 0.5
 """While waiting: seconds between two checks for failed or late calls."""
+HOLD_S = 0.05
+"""While calls that have begun are held: seconds between two looks at the queue."""
 PROFILE = "profile"
 """The method of a worker, and of no role, that begins and ends a trace."""
 T = TypeVar("T")
@@ -295,6 +297,9 @@ class Later(Generic[T]):
     """Does a part of the work of all such calls to the role that have not ended."""
     value: Callable[[], T | None]
     """Returns the value of the call; None before its end."""
+    left: Callable[[], int | None] = lambda: None
+    """Returns how many parts of the work come before the next call, which waits for them as they
+    wait for it; None: as many as there is time for."""
 
 
 class Wait(Protocol):
@@ -584,9 +589,9 @@ class LocalWorker:
             elif not call.done():  # else it was cancelled
                 self.running = call
                 self._execute(call, self.phase)
+                self._pause_begun(call.times.seconds)
+                self._end_begun()  # the call may have ended what others have begun
                 self.running = None
-                for begun, _ in self._begun:  # the seconds of one call are no other's
-                    begun.times.started = (begun.times.started or 0.0) + call.times.seconds
             del call  # a worker that waits keeps no call alive
             self.phase.begin("idle")
         for begun, _ in self._begun:
@@ -602,29 +607,64 @@ class LocalWorker:
         while self._begun:
             with contextlib.suppress(queue.Empty):
                 queued = queued or [self._calls.get_nowait()]
+            left = self._begun[0][1].left()
             if queued:
                 call = queued[0]
                 if call is None or self._stopping.is_set() or call.done():
                     return call
-                if all(needed.done() for needed in call.inputs()):
+                if not left and all(needed.done() for needed in call.inputs()):
                     return call
-            self._work_on()
+            if left == 0:
+                queued = self._hold(queued)
+            else:
+                self._work_on()
         return queued[0] if queued else self._calls.get()
+
+    def _hold(self, queued: list[LocalFuture | None]) -> list[LocalFuture | None]:
+        """Waits a moment for the next call or its arguments, and does no work meanwhile."""
+        began = time.monotonic()
+        if self.running is not None:
+            self.phase.begin(f"{self.running.role}.{self.running.method}: held for the next call")
+            self.running = None
+        if queued and queued[0] is not None:
+            needed = [one for one in queued[0].inputs() if not one.done()]
+            if needed:
+                needed[0].wait(HOLD_S)
+        else:
+            with contextlib.suppress(queue.Empty):
+                queued = [self._calls.get(timeout=HOLD_S)]
+        self._pause_begun(time.monotonic() - began)
+        return queued
+
+    def _pause_begun(self, seconds: float) -> None:
+        """Has so many seconds count as no call's that has begun: they were another one's."""
+        for begun, _ in self._begun:
+            begun.times.started = (begun.times.started or 0.0) + seconds
 
     def _work_on(self) -> None:
         """Does a part of the work of the calls that have begun, and ends those that are done."""
-        call, later = self._begun[0]
-        if self.running is not call:
-            name = f"{call.role}.{call.method}"
-            self.running = call
-            self.phase.begin(name)
-            self.ledger.enter(name)
+        call, later = self._enter_begun()
         with self._ends(call):
             later.work()
         if call.done():  # by an error, which is that of all
             for other, _ in self._begun[1:]:
                 other.finish(error=call.error)
             self._begun.clear()
+        self._end_begun()
+
+    def _enter_begun(self) -> tuple[LocalFuture, Later[object]]:
+        call, later = self._begun[0]
+        if self.running is not call:
+            name = f"{call.role}.{call.method}"
+            self.running = call
+            self.phase.begin(name)
+            self.ledger.enter(name)
+        return call, later
+
+    def _end_begun(self) -> None:
+        """Ends the calls that have begun and whose value is there."""
+        if self._begun:
+            self._enter_begun()
         for one in list(self._begun):
             call, later = one
             with self._ends(call):

@@ -288,10 +288,13 @@ class Engine:
             self._decoding.read_again()
 
     def park(self) -> None:
-        """Gives back the memory of the caches; what is in flight is read again when it goes on."""
+        """Gives back the memory of the caches. What is in flight is read again when it goes on, as
+        if it were submitted then: what is sampled next depends on nothing from before."""
         if self._decoding is not None:
             self._decoding.read_again()
-            self._decoding.cache, self._decoding.prompt_cache = [], []
+            self._decoding.paused.close()
+            self._waiting.extendleft(reversed(self._decoding.slots.queue))
+            self._decoding = None
         self.ledger.drop(CACHE)
 
     def so_far(self, futures: Sequence[Future[Completion]]) -> list[Completion]:

@@ -4,6 +4,7 @@ and what is being sampled when a run ends goes on when it resumes."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 import weakref
@@ -15,12 +16,25 @@ import numpy as np
 import psutil
 import pytest
 from cases import and_slow, needs_ray
-from runs import CONSTANT, GSPO, QUICK, SHORT, environment, save_pair, start, wait_for
+from runs import (
+    CONSTANT,
+    GSPO,
+    QUICK,
+    SHORT,
+    environment,
+    numbers,
+    save_pair,
+    start,
+    wait_for,
+    weights,
+)
 
 import jaxrl
 from jaxrl import Config, UserError, train
 from jaxrl.checkpoint.writer import load_rollout
+from jaxrl.roles.actor import Actor
 from jaxrl.roles.rollout import Sampler
+from jaxrl.run.stream_record import read_record
 from jaxrl.sampling.engine import CACHE
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.types import Completion, Rollout
@@ -65,16 +79,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[int, Rollout]:
 
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every launch a checkpoint would have what is unfinished, and no batch that is whole but
-    not made. As weights have arrived, the devices hold neither the former ones nor caches."""
+    """After every launch what there is of each completion can be told. As weights have arrived, the
+    devices hold neither the former ones nor caches."""
     work_on, take = Sampler._work_on, Sampler._take
     former: list[Any] = []
 
     def look(self: Sampler) -> None:
         time.sleep(0.005)  # an update takes less than a batch: weights come amid some
         work_on(self)
-        for batch in self.unfinished(0).values():
-            assert any(one.finish_reason == "unfinished" for one in batch.completions)
+        for _, futures, _ in self._begun.values():
+            assert len(self._stream.so_far(futures)) == len(futures)
 
     def arrive(self: Sampler, params: Any) -> None:
         assert not self._streams or not any(old() is not None for old in former)
@@ -194,6 +208,61 @@ def test_what_is_unfinished_as_a_run_stops_goes_on(
     assert sum(len(one.tokens) for batch in begun.values() for one in batch) > 0
     assert_goes_on(begun, made)
     assert_bounded(made, 2)
+
+
+def at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Launches and updates take times of their own in each run."""
+    draw = np.random.default_rng(seed)
+
+    def slowly(cls: type, name: str, most: float) -> None:
+        real = getattr(cls, name)
+
+        def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+            time.sleep(draw.uniform(0, most))
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, name, slow)
+
+    slowly(Sampler, "_work_on", 0.01)
+    slowly(Actor, "update", 0.1)
+
+
+def of_the_steps(rows: list[Any]) -> list[dict[str, float]]:
+    """What depends neither on the clock nor on what was sampled again since a checkpoint."""
+    changing = "rollout/decode_steps", "stream/read_again"
+    return [{k: v for k, v in row.items() if k not in changing} for row in numbers(rows)]
+
+
+@pytest.mark.parametrize("case", and_slow(["gspo"], ["gkd", "pages", "adapters", "several"]))
+def test_a_killed_run_comes_to_the_same_by_its_record(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Up to the last event that it has recorded, whatever took how long, and also where what it had
+    recorded is cut anywhere."""
+    keys = [*STREAMS, "max_new_tokens=20", "steps=6", "checkpoint.keep_last=9"]
+    with monkeypatch.context() as patch:
+        at_random(patch, 0)
+        whole = train(config(models, tmp_path / "run", case, *keys))
+    lines = (tmp_path / "run" / "stream.jsonl").read_bytes().splitlines(keepends=True)
+    events = read_record(tmp_path / "run")
+    assert len(events) == len(lines) and [e for e in events if e.call == "save"]
+    assert sum(event.launches for event in events) > 20
+    saved = [event[:2] for event in events].index(("save", 2)) + 1
+    for seed, end in ((1, len(lines)), (2, (saved + len(lines)) // 2)):
+        run = tmp_path / f"killed_{seed}"
+        shutil.copytree(tmp_path / "run", run)
+        shutil.rmtree(run / "final")
+        for step in (4, 6):
+            shutil.rmtree(run / "checkpoints" / str(step))
+        (run / "stream.jsonl").write_bytes(b"".join(lines[:end]) + lines[0][:5])
+        with monkeypatch.context() as patch:
+            at_random(patch, seed)
+            resumed = train(config(models, run, case, *keys))
+        assert read_record(run)[:end] == events[:end]
+        if end == len(lines):
+            assert of_the_steps(resumed.metrics) == of_the_steps(whole.metrics)
+            assert weights(run) == weights(tmp_path / "run")
+        assert [row["step"] for row in resumed.metrics] == list(range(7))
 
 
 @pytest.mark.slow

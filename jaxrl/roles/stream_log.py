@@ -1,0 +1,71 @@
+"""What timing decides of a sampler whose batches are streamed: the launch after which each call
+came. Everything else follows from data, seeds and weights, so that a sampler which follows such a
+record samples the same again."""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Sequence
+
+from jaxrl.errors import RunError
+from jaxrl.types import StreamEvent, StreamEvents
+
+BEGUN = "begun"
+"""The event of a sampler that goes on with what a checkpoint has of a batch. No record has it: the
+run before had the batch in flight."""
+
+
+class StreamLog:
+    """Counts the launches between calls or, where it follows a record, says when they come."""
+
+    def __init__(self) -> None:
+        self._sampler = uuid.uuid4().hex
+        self._events: list[StreamEvent] = []
+        self._expected: deque[StreamEvent] = deque()
+        self._exact = self._saved = False
+        self._launches = 0
+
+    @property
+    def count(self) -> int:
+        """Returns how many events there were."""
+        return len(self._events)
+
+    def follow(self, expected: Sequence[StreamEvent], exact: bool) -> None:
+        """Has the next events be these, with their launches.
+
+        Args:
+            exact: another one raises RunError; else what is expected is forgotten with it.
+        """
+        self._expected, self._exact = deque(expected), exact
+
+    def launched(self) -> None:
+        self._launches += 1
+
+    def note(self, call: str, number: int) -> None:
+        """Notes a call. Raises RunError where an exact record has another one."""
+        event = StreamEvent(call, number, self._launches)
+        self._launches, self._saved = 0, call == "save"
+        if self._expected and (expected := self._expected.popleft()) != event:
+            if self._exact:
+                raise RunError(
+                    f"the record has {_text(expected)} here, and this run {_text(event)}: model,"
+                    " data, devices or versions differ from those of the run"
+                )
+            self._expected.clear()
+        self._events.append(event)
+
+    def left(self) -> int | None:
+        """Returns how many launches come before the next call; None: as many as there is time for.
+        None comes between a save and what follows, so that a run which resumes has missed none."""
+        if self._saved:
+            return 0
+        return max(self._expected[0].launches - self._launches, 0) if self._expected else None
+
+    def since(self, first: int) -> StreamEvents:
+        """Returns the events but the first ones."""
+        return StreamEvents(self._sampler, first, tuple(self._events[first:]))
+
+
+def _text(event: StreamEvent) -> str:
+    return f"{event.call} {event.number} after {event.launches} launches"
