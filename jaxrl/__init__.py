@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxrl.evaluate import evaluate as evaluate
     from jaxrl.export import export as export
     from jaxrl.generate import generate as generate
+    from jaxrl.run.replay import replay as replay
     from jaxrl.run.session import session as session
     from jaxrl.train import Result as Result
     from jaxrl.train import dry_run as dry_run
@@ -50,6 +51,7 @@ _NAMES = {
     "UserError": "jaxrl.errors",
     "dry_run": "jaxrl.train",
     "load_model": "jaxrl.checkpoint.model_source",
+    "replay": "jaxrl.run.replay",
     "session": "jaxrl.run.session",
 }
 _HOMES = {

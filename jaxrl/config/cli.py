@@ -72,6 +72,7 @@ COMMANDS = {
     "export": ("jaxrl.export", "write a Hugging Face folder"),
     "report": ("jaxrl.report.__main__", "one HTML page of a run, or of several"),
     "plot": ("jaxrl.telemetry.plot", "the curves of runs as a picture"),
+    "replay": ("jaxrl.run.replay", "do a run or a step of it again, and compare: same bits?"),
     "devices": ("jaxrl.devices", "who has which device, here and in a cluster"),
     "data show": ("jaxrl.run.show_data", "rows of data as a run learns them: text, tokens, mask"),
     "score": ("jaxrl.score.__main__", "store a teacher's scores of data, to train without it"),

@@ -407,7 +407,7 @@ class Sampler:
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
         """Samples `eval.samples` completions of each prompt, as `eval.*` says."""
-        if self._streams:
+        if self._streams and self._log.has("sample", self.version):
             self._stream.park()
             self._log.note("sample", self.version)
         return self._sample(prompts, "eval")[1]

@@ -16,6 +16,16 @@ BEGUN = "begun"
 run before had the batch in flight."""
 
 
+METHODS = {
+    "load": "load",
+    "sample": "sample",
+    "generate": "generate",
+    BEGUN: "generate",
+    "save": "unfinished",
+}
+"""Event -> the method of the role whose call it is."""
+
+
 class StreamLog:
     """Counts the launches between calls or, where it follows a record, says when they come."""
 
@@ -35,7 +45,8 @@ class StreamLog:
         """Has the next events be these, with their launches.
 
         Args:
-            exact: another one raises RunError; else what is expected is forgotten with it.
+            exact: another one raises RunError, and none comes after the last before all that is in
+                flight has ended; else what is expected is forgotten with another one.
         """
         self._expected, self._exact = deque(expected), exact
 
@@ -55,12 +66,29 @@ class StreamLog:
             self._expected.clear()
         self._events.append(event)
 
-    def left(self) -> int | None:
+    def has(self, call: str, number: int) -> bool:
+        """Returns whether a call has its place in the record, if an exact one is followed. The run
+        may have made an evaluation in what was lost before it went on from a checkpoint."""
+        expected = self._expected[0] if self._exact and self._expected else None
+        return expected is None or expected[:2] == (call, number)
+
+    def left(self, method: str | None) -> int | None:
         """Returns how many launches come before the next call; None: as many as there is time for.
-        None comes between a save and what follows, so that a run which resumes has missed none."""
-        if self._saved:
-            return 0
-        return max(self._expected[0].launches - self._launches, 0) if self._expected else None
+        None comes between a save and the load after it, so that a run which resumes has missed
+        none.
+
+        Args:
+            method: of the next call, None where it has not come yet. Another one than is expected
+                waits for nothing, and `note` then finds it.
+        """
+        expected = StreamEvent("load", 0, 0) if self._saved else None
+        if self._expected:
+            expected = self._expected[0]
+        if expected is None:  # what a run had in flight at the end of its record ended there
+            return 1 if self._exact else None
+        if method in METHODS.values() and method != METHODS.get(expected.call):
+            return None
+        return max(expected.launches - self._launches, 0)
 
     def since(self, first: int) -> StreamEvents:
         """Returns the events but the first ones."""

@@ -239,7 +239,7 @@ def end_run(run: Run, trained: int) -> None:
     if run.stopped is not None and trained < run.job.config.steps:
         run.folder.note_stop(trained, run.stopped.by, str(run.stopped))
     if trained or run.stopped is None:
-        _export(run)
+        export(run)
     run.console.close()  # the result stands below the live display, and last
     for heading, lines in reversed(run_advice(run.folder.path, run.job.config).items()):
         run.notify("\n  ".join((f"{heading}:", *lines)))
@@ -306,7 +306,8 @@ def _raise_ending(run: Run, trained: int) -> None:
         raise RunError(f"{ending}\n{at}")
 
 
-def _export(run: Run) -> None:
+def export(run: Run) -> None:
+    """Writes the policy into the folder of the run. Raises RunError."""
     final, saved = run.folder.path / FINAL, run.checkpoints.newest
     calls = Calls(run.job.config, {"actor": run.worker_group.handle("actor")})
     exported = calls.call("actor", ActorRole.export, final, run.job.tokenizer_files)

@@ -337,6 +337,8 @@ class BatchByHand:
         columns: dict[str, Sequence[object]] = {
             "token": [repr(self.owner.decode(int(token))) for token in completion.tokens]
         }
+        if len(completion.versions) > 1:
+            columns["version"] = completion.token_versions.tolist()
         arrays: dict[str, np.ndarray | None] = {}
         if made.policy_version >= 0:
             arrays["logprob"] = self.logprobs

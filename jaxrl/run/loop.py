@@ -14,7 +14,7 @@ is `policy.dynamic_sampling=refill`, where generating a batch waits for its samp
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +27,8 @@ from jaxrl.algorithms.schedule import Action, Schedule, staleness_of
 from jaxrl.checkpoint.writer import CheckpointWriter, PendingResult
 from jaxrl.config.schema import Config
 from jaxrl.errors import Stopped
-from jaxrl.roles.stream_log import BEGUN
+from jaxrl.roles.stream_log import BEGUN, METHODS
+from jaxrl.run.record import following
 from jaxrl.run.reporting import Futures, Run
 from jaxrl.runtime.worker import Future, Handle, T, Times, done_future
 from jaxrl.types import Rollout, StreamEvent, StreamEvents, Trained
@@ -61,7 +62,7 @@ class Calls:
             recorders: take role, method, times and arguments of each call.
             by_hand: an error of sampling or scoring is told to the caller, and ends nothing.
         """
-        self.roles, self.asked_to_stop, self._recorders = roles, asked_to_stop, recorders
+        self.roles, self.asked_to_stop, self.recorders = roles, asked_to_stop, [*recorders]
         self.end: int | None = None
         """Number of batches after which the run ends; None until it is asked to end."""
         self.submitted = 0
@@ -94,7 +95,7 @@ class Calls:
         future = self.roles[role].call(
             method, *args, deadline=deadline, aside=aside, own_error=own, **kwargs
         )
-        for record in self._recorders:
+        for record in self.recorders:
             record(role, method, future.times, kwargs | ({"aside": True} if aside else {}))
         self._open = [c for c in self._open if c[2].dropped() or not c[2].done()]
         self._open.append((self.kind, self.row, future))
@@ -172,7 +173,11 @@ class SoFar:
     def result(self) -> Rollout:
         unfinished, happened = self.so_far.result()
         self.record(happened)
-        return unfinished.get(self.index) or self.made.result()
+        if (rollout := unfinished.get(self.index)) is None:
+            rollout = self.made.result()
+            if rollout.events is not None:
+                self.record(rollout.events)
+        return rollout
 
 
 def _is_unfinished(rollout: Rollout) -> bool:
@@ -189,8 +194,10 @@ class Loop:
     checkpoints: CheckpointWriter
     around: Callable[[Action], AbstractContextManager[None]] | None = None
     """A context manager around each action, where steps are profiled (`Profile.around`)."""
+    until: int | None = None
+    """Of a replay: trains so many batches, and saves nothing. None: trains all of them."""
     replayed: Sequence[StreamEvent] = ()
-    """The record of the streamed run that this one repeats."""
+    """Of a replay, where batches are streamed: the record of the run that is repeated."""
 
     def __post_init__(self) -> None:
         self.config, self._method = self.sources.config, method_of(self.sources.config)
@@ -206,7 +213,6 @@ class Loop:
         """The calls of the rows that are not written yet; row i + 1 is of batch i."""
         self.sent: dict[str, int] = {}
         """Role -> the version of the policy's weights that it was sent last."""
-        self._replayed_calls = {event[:2] for event in self.replayed}
         self._reported = -1
         """The newest step whose row is written; -1 before the first."""
         self._saved = 0
@@ -234,6 +240,9 @@ class Loop:
                 self.act(action)
                 if action.kind == "train":
                     self.report(until=action.index - 1)
+                elif self.until is not None and self._schedule.published >= self.until:
+                    self.report(until=self._schedule.published - 1)
+                    return self._reported
             if not calls.asked_to_stop():
                 self.close(self._schedule.trained)
         except Stopped:
@@ -252,7 +261,8 @@ class Loop:
         stream, follow = self.reporter.stream, protocols.RolloutRole.follow
         if step == 0:
             if self.replayed:
-                self.calls.call("rollout", follow, self.replayed, exact=True)
+                self._repeat(expected := following(self.replayed, 0))
+                self.calls.call("rollout", follow, expected, exact=True)
             self._publish(0)
             self._evaluate(0)
             for role in self.sources.evaluated:
@@ -263,10 +273,13 @@ class Loop:
         begun = [index for index, rollout in rollouts.items() if _is_unfinished(rollout)]
         self.calls.kind, self.calls.row = "publish", step
         if stream is not None:
-            load, *after = stream.after_load(step)
+            same = () if self.reporter.folder.changed else stream.before
+            load, *after = following(self.replayed or same, step)
             evaluated &= ("sample", step) not in [event[:2] for event in after]
             expected = [load, *(StreamEvent(BEGUN, index, 0) for index in begun), *after]
-            self.calls.call("rollout", follow, expected, exact=False)
+            if self.replayed:
+                self._repeat(expected)
+            self.calls.call("rollout", follow, expected, exact=bool(self.replayed))
         self._publish(step, evaluates=not evaluated)
         for index, rollout in rollouts.items():
             made = done_future(rollout)
@@ -280,6 +293,21 @@ class Loop:
         self._evaluate(step, not evaluated)
         self._reported = step
         self.reporter.amend(step, self.rows.pop(step, BatchCalls()).futures())
+
+    def _repeat(self, expected: Sequence[StreamEvent]) -> None:
+        """Has calls of the rollout be followed by those of checkpoints that a record has there: of
+        a run that was stopped they may be anywhere."""
+        left = deque(expected)
+
+        def called(role: str, method: str, *_: object) -> None:
+            if role != "rollout" or method == METHODS["save"]:
+                return
+            if left and METHODS.get(left[0].call) == method:
+                left.popleft()
+            while left and left[0].call == "save":
+                self.calls.call(role, protocols.RolloutRole.unfinished, left.popleft().number)
+
+        self.calls.recorders.append(called)
 
     def act(self, action: Action) -> None:
         """Makes the calls of an action: of `train` also those of a save that is due then, of
@@ -307,10 +335,8 @@ class Loop:
                 batch.update = calls.call(
                     "actor", protocols.ActorRole.update, batch.rollout, scores, step=index
                 )
-                if self.checkpoints.due(index + 1):
+                if self.until is None and self.checkpoints.due(index + 1):
                     self.save(index + 1)
-                elif ("save", index + 1) in self._replayed_calls:
-                    calls.call("rollout", protocols.RolloutRole.unfinished, index + 1)
             else:
                 self._publish(index)
                 self._evaluate(index)
@@ -350,10 +376,12 @@ class Loop:
         folder = self.checkpoints.folder(step)
         asked = self.calls.call("actor", protocols.ActorRole.save, folder, step=step)
         saved = self.calls.call("actor", protocols.ActorRole.saved, asked)
-        generated = min(self._schedule.generated, step + self._schedule.staleness)
+        generated, stream = self._schedule.generated, self.reporter.stream
+        if stream is None:
+            generated = min(generated, step + self._schedule.staleness)
         ahead = ((i, self.rows[i + 1].rollout) for i in range(step, generated))
         in_flight: dict[int, PendingResult[Rollout]] = {i: x for i, x in ahead if x is not None}
-        if in_flight and (stream := self.reporter.stream) is not None:
+        if in_flight and stream is not None:
             so_far = self.calls.call("rollout", protocols.RolloutRole.unfinished, asked)
             in_flight = {i: SoFar(i, made, so_far, stream.add) for i, made in in_flight.items()}
         schedule = {"name": self.config.schedule, "generated": generated, "trained": step}

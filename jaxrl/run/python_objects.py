@@ -109,7 +109,7 @@ def bind(
     keys, given = entries(data, eval_data, environment, algorithm)
     if model is not None:
         keys["student.model"] = str(model)
-    functions = _pickled_rewards(rewards)
+    functions = pickled_rewards(rewards)
     made = Config.of(config, keys, partial(_place_rewards, functions))
     return made, PythonObjects({**given.code, **functions}, given.rows)
 
@@ -124,7 +124,7 @@ def replace_rewards(
     Raises:
         UserError: as `bind`.
     """
-    functions = _pickled_rewards(rewards)
+    functions = pickled_rewards(rewards)
     names = {_name(text) for text in functions}
     section = config.reward
     pairs = zip(section.functions, section.weights_of_functions, strict=True)
@@ -145,7 +145,7 @@ def _name(entry: object) -> str:
     return str(entry).partition("@")[0]
 
 
-def _pickled_rewards(rewards: Sequence[Callable[..., object]]) -> dict[str, bytes]:
+def pickled_rewards(rewards: Sequence[Callable[..., object]]) -> dict[str, bytes]:
     """Maps their entries in `reward.functions` to the functions, pickled."""
     if callable(rewards) or isinstance(rewards, str) or not isinstance(rewards, Iterable):
         raise UserError(

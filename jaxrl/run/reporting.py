@@ -7,6 +7,7 @@ a sequence of the batch.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +37,8 @@ from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.evaluation import evaluation_row, judged
 from jaxrl.run.job import Job
+from jaxrl.run.record import BATCHES_FILE, STREAM_FILE, StreamRecord, batch_record
 from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, check_folder
-from jaxrl.run.stream_record import STREAM_FILE, StreamRecord
 from jaxrl.runtime.worker import Future, Times, Wait, WorkerGroup
 from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.console import Console
@@ -134,6 +135,9 @@ class Run:
     """Of the present attempt, as are those below."""
     metrics: MetricsWriter = field(init=False)
     samples: JsonLines = field(init=False)
+    batches: JsonLines = field(init=False)
+    recorded: JsonObject = field(default_factory=dict)
+    """The newest line of these."""
     trackers: Trackers | None = field(init=False)
     timeline: Timeline = field(init=False)
     checkpoints: CheckpointWriter = field(init=False)
@@ -192,6 +196,8 @@ class Run:
             stack.callback(self.metrics.close)
             self.samples = JsonLines(path / SAMPLES_FILE, after, notify)
             stack.callback(self.samples.close)
+            self.batches = JsonLines(path / BATCHES_FILE, after, notify)
+            stack.callback(self.batches.close)
             timeline = path / TIMELINE_FILE if config.logging.timeline else None
             self.timeline = Timeline(timeline, after is not None, notify)
             stack.callback(self.timeline.close)
@@ -206,13 +212,14 @@ class Run:
             growing: dict[str, LineFile] = {
                 METRICS_FILE: self.metrics,
                 SAMPLES_FILE: self.samples,
+                BATCHES_FILE: self.batches,
                 LOG_FILE: log,
             }
             if self.timeline.file is not None:
                 growing[TIMELINE_FILE] = self.timeline.file
             self.stream = None
             if config.streams:
-                self.stream = StreamRecord(path, after, notify, follows=not folder.changed)
+                self.stream = StreamRecord(path, after, notify)
                 growing[STREAM_FILE] = self.stream.file
                 stack.callback(self.stream.file.close)
             self.check_folder = partial(check_folder, folder, growing)
@@ -306,9 +313,11 @@ class Run:
         row["time/waiting_s"] = end - begin - self._worked(begin, end)
         self.first_step_at = self.first_step_at or end
         row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
+        report = futures["score.reward"].result() if "score.reward" in futures else None
+        self.recorded = batch_record(step, rollout, report)
+        self.batches.append([json.dumps(self.recorded)])
         self._write(step, row)
 
-        report = futures["score.reward"].result() if "score.reward" in futures else None
         count = min(self.job.config.logging.samples, len(rollout.completions))
         stride = max(1, len(rollout.completions) // max(count, 1))
         split: Literal["train", "data"] = "train" if sampled else "data"

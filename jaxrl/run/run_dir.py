@@ -28,7 +28,7 @@ from jaxrl.formats import hf, peft
 from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE
 from jaxrl.process import atomic_files
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
-from jaxrl.run.stream_record import STREAM_FILE
+from jaxrl.run.record import BATCHES_FILE, STREAM_FILE
 from jaxrl.telemetry.lines import LineFile, is_in_place, time_stamp
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, read_metrics
 from jaxrl.telemetry.timeline import TIMELINE_FILE
@@ -38,7 +38,7 @@ SESSIONS_FILE = "sessions.jsonl"
 `provenance`, what had changed since and, where code of the user's ended it early, `stopped`: the
 step, what raised StopTraining, and its message."""
 LOCK = "lock"
-ROWS = (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE, SESSIONS_FILE, STREAM_FILE)
+ROWS = (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE, SESSIONS_FILE, BATCHES_FILE, STREAM_FILE)
 """What grows with the steps."""
 
 

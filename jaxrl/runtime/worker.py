@@ -297,9 +297,10 @@ class Later(Generic[T]):
     """Does a part of the work of all such calls to the role that have not ended."""
     value: Callable[[], T | None]
     """Returns the value of the call; None before its end."""
-    left: Callable[[], int | None] = lambda: None
+    left: Callable[[str | None], int | None] = lambda method: None
     """Returns how many parts of the work come before the next call, which waits for them as they
-    wait for it; None: as many as there is time for."""
+    wait for it; None: as many as there is time for. Takes the method of that call; None where it
+    has not come yet."""
 
 
 class Wait(Protocol):
@@ -589,7 +590,8 @@ class LocalWorker:
             elif not call.done():  # else it was cancelled
                 self.running = call
                 self._execute(call, self.phase)
-                self._pause_begun(call.times.seconds)
+                for begun, _ in self._begun:  # the seconds of one call are no other's
+                    begun.times.started = (begun.times.started or 0.0) + call.times.seconds
                 self._end_begun()  # the call may have ended what others have begun
                 self.running = None
             del call  # a worker that waits keeps no call alive
@@ -607,9 +609,9 @@ class LocalWorker:
         while self._begun:
             with contextlib.suppress(queue.Empty):
                 queued = queued or [self._calls.get_nowait()]
-            left = self._begun[0][1].left()
+            call = queued[0] if queued else None
+            left = self._begun[0][1].left(None if call is None else call.method)
             if queued:
-                call = queued[0]
                 if call is None or self._stopping.is_set() or call.done():
                     return call
                 if not left and all(needed.done() for needed in call.inputs()):
@@ -622,10 +624,8 @@ class LocalWorker:
 
     def _hold(self, queued: list[LocalFuture | None]) -> list[LocalFuture | None]:
         """Waits a moment for the next call or its arguments, and does no work meanwhile."""
-        began = time.monotonic()
-        if self.running is not None:
-            self.phase.begin(f"{self.running.role}.{self.running.method}: held for the next call")
-            self.running = None
+        call, _ = self._enter_begun()
+        self.phase.detail = f"{call.role}.{call.method} is held until the next call begins"
         if queued and queued[0] is not None:
             needed = [one for one in queued[0].inputs() if not one.done()]
             if needed:
@@ -633,13 +633,7 @@ class LocalWorker:
         else:
             with contextlib.suppress(queue.Empty):
                 queued = [self._calls.get(timeout=HOLD_S)]
-        self._pause_begun(time.monotonic() - began)
         return queued
-
-    def _pause_begun(self, seconds: float) -> None:
-        """Has so many seconds count as no call's that has begun: they were another one's."""
-        for begun, _ in self._begun:
-            begun.times.started = (begun.times.started or 0.0) + seconds
 
     def _work_on(self) -> None:
         """Does a part of the work of the calls that have begun, and ends those that are done."""

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from cases import and_slow, needs_ray
+from delays import at_random
 from runs import (
     CONSTANT,
     GSPO,
@@ -32,9 +33,8 @@ from runs import (
 import jaxrl
 from jaxrl import Config, UserError, train
 from jaxrl.checkpoint.writer import load_rollout
-from jaxrl.roles.actor import Actor
 from jaxrl.roles.rollout import Sampler
-from jaxrl.run.stream_record import read_record
+from jaxrl.run.record import read_record
 from jaxrl.sampling.engine import CACHE
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.types import Completion, Rollout
@@ -208,23 +208,6 @@ def test_what_is_unfinished_as_a_run_stops_goes_on(
     assert sum(len(one.tokens) for batch in begun.values() for one in batch) > 0
     assert_goes_on(begun, made)
     assert_bounded(made, 2)
-
-
-def at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Launches and updates take times of their own in each run."""
-    draw = np.random.default_rng(seed)
-
-    def slowly(cls: type, name: str, most: float) -> None:
-        real = getattr(cls, name)
-
-        def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
-            time.sleep(draw.uniform(0, most))
-            return real(self, *args, **kwargs)
-
-        monkeypatch.setattr(cls, name, slow)
-
-    slowly(Sampler, "_work_on", 0.01)
-    slowly(Actor, "update", 0.1)
 
 
 def of_the_steps(rows: list[Any]) -> list[dict[str, float]]:

@@ -64,6 +64,8 @@ class Recorder:
 class Rows:
     """Stands for the reporter: waits for the futures of each row."""
 
+    stream = None
+
     def __init__(self):
         self.rows = []
 

@@ -1,0 +1,184 @@
+"""`jaxrl replay`: a run, or a step of it, comes to the same bits again from its folder; what
+differs is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import and_slow
+from delays import at_random
+from runs import ALONE, CONSTANT, GSPO, QUICK, SHORT, save_pair
+
+import jaxrl
+from jaxrl import Config, RunError, UserError, replay, train
+from jaxrl.config import cli
+from jaxrl.run.record import read_record
+from jaxrl.run.replay import main
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+NOISE = """
+import random
+
+def noise(prompts, completions):
+    return [random.random() if i else None for i, _ in enumerate(completions)]
+"""
+MORE = ["steps=4", "eval.every=2", "eval.prompts=4", "checkpoint.every=2", "checkpoint.keep_last=9"]
+STREAMS = ["mesh=actor=1,rollout=1", "schedule=streaming", "staleness=2", "rollout.launch_tokens=1"]
+STREAMS += ["rollout.slots=4"]
+CASES = {
+    "gspo": [*GSPO, "mesh=actor+rollout=1"],
+    "one_step_off": [*GSPO, "mesh=actor=1,rollout=1", "schedule=one_step_off"],
+    "gkd": [ALONE, "distill.on_policy_fraction=0.5"],
+    "sft": ["algorithm=sft", "teacher.model=null", "mesh=actor=1", "eval.every=0"],
+    "adapters": [*GSPO, "mesh=actor+rollout=1", "student.lora.rank=4", "policy.kl_coef=0.1"],
+    "dropped": [*GSPO, "mesh=actor+rollout=1", "policy.dynamic_sampling=drop"],
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return save_pair(tmp_path_factory.mktemp("models"), layers=1)
+
+
+def config(models: list[str], run: Path, *keys: str) -> Config:
+    """With a reward that no seed decides, where there are rewards."""
+    (run.parent / "noise.py").write_text(NOISE)
+    asked = [*models, *SHORT, *CONSTANT, *MORE, *keys, f"run_dir={run}"]
+    if GSPO[0] in keys:
+        asked.append(f"reward.functions=[{run.parent / 'noise.py'}:noise]")
+    return Config.load(QUICK[1], asked)
+
+
+@pytest.mark.parametrize("case", and_slow(["gspo", "gkd"], [*CASES][1:2] + [*CASES][3:]))
+def test_a_run_and_its_steps_come_to_the_same(
+    models: list[str], tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a copy of the folder, with the rewards that were given then."""
+    train(config(models, tmp_path / "first", *CASES[case]))
+    shutil.copytree(tmp_path / "first", tmp_path / "run")
+    shutil.rmtree(tmp_path / "first")
+    before = sorted(path.relative_to(tmp_path) for path in (tmp_path / "run").rglob("*"))
+    whole = replay(tmp_path / "run")
+    assert whole.same and whole.has_weights and whole.last == 4, whole
+    step = replay(tmp_path / "run", 4)
+    assert step.same and step.start == 2 and step.step is not None, step
+    assert step.step.row["step"] == 4 and step.step.batch.step == 4
+    assert cli.run(main, [str(tmp_path / "run"), "--step", "3", "--completion", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "same bits: 1 step" in shown and "step 3, row 1" in shown and "learner" in shown
+    assert sorted(path.relative_to(tmp_path) for path in (tmp_path / "run").rglob("*")) == before
+
+
+@pytest.mark.parametrize("seed", and_slow([0], [*range(1, 12)]))
+def test_a_streamed_run_comes_to_the_same(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Also one that was stopped and went on, with what was being sampled then, whatever took how
+    long in the run and takes in the replay."""
+    asked = config(models, tmp_path / "run", *GSPO, *STREAMS, "steps=6", "max_new_tokens=16")
+
+    def stop(row: dict[str, Any]) -> None:
+        if row["step"] == 1 + seed % 4:
+            raise jaxrl.StopTraining("enough")
+
+    with monkeypatch.context() as patch:
+        at_random(patch, seed)
+        assert train(asked, on_step=stop).stopped is not None
+        train(asked)
+    with monkeypatch.context() as patch:
+        at_random(patch, -1 - seed % 3 + 100)
+        whole = replay(tmp_path / "run")
+        assert whole.same and whole.has_weights, whole
+        for step in (4, 6):
+            late = replay(tmp_path / "run", step)
+            assert late.same and 0 < late.start < step, late
+
+
+def test_a_record_that_does_not_fit_is_told(models: list[str], tmp_path: Path) -> None:
+    """Nothing waits for what does not come."""
+    train(config(models, tmp_path / "run", *GSPO, *STREAMS, "max_new_tokens=16"))
+    lines = [json.dumps(event) for event in read_record(tmp_path / "run")]
+    generated = next(i for i, line in enumerate(lines) if line.startswith('["generate", 3'))
+    (tmp_path / "run" / "stream.jsonl").write_text("\n".join(lines[:2] + lines[generated:]) + "\n")
+    with pytest.raises(RunError, match="the record has generate 3"):
+        replay(tmp_path / "run")
+
+
+def test_other_keys_change_one_step(models: list[str], tmp_path: Path) -> None:
+    """The weights and the completions before it stay."""
+    train(config(models, tmp_path / "run", *CASES["gspo"]))
+    found = replay(tmp_path / "run", 4, ["policy.entropy_coef=0.5"])
+    assert found.same and found.step is not None and found.changed is not None
+    one, two = found.step, found.changed
+    assert one.row["loss"] != two.row["loss"] and one.row["reward/mean"] == two.row["reward/mean"]
+    np.testing.assert_array_equal(one.batch.tokens, two.batch.tokens)
+    np.testing.assert_array_equal(one.batch.learner_logprobs, two.batch.learner_logprobs)
+    assert "policy.entropy_coef=0.5:\n" in str(found) and "changes its sign in 0 of" in str(found)
+    found = replay(tmp_path / "run", 4, {"policy.scale_by_std": False})
+    assert found.changed is not None and "changes its sign" in str(found)
+    found = replay(tmp_path / "run", 1, {"sampling.temperature": 0.5})
+    assert "other completions are sampled" in str(found)
+    with pytest.raises(UserError, match="unknown key"):
+        replay(tmp_path / "run", 4, ["policy.entropy=0.5"])
+
+
+def test_what_differs_is_told(models: list[str], tmp_path: Path) -> None:
+    train(config(models, tmp_path / "run", *CASES["gspo"]))
+    rows = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    lines[2]["loss"] += 1e-7
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = replay(tmp_path / "run")
+    assert not found.same and found.differs_at == 2 and list(found.differences) == ["loss"]
+    assert "step 2 of" in str(found) and "loss" in str(found)
+    assert cli.run(main, [str(tmp_path / "run"), "--step", "2"]) == cli.EXIT_FAILED
+    (tmp_path / "noise.py").write_text(NOISE + "\n# another one\n")
+    with pytest.raises(UserError, match=r"noise.*has changed since"):
+        replay(tmp_path / "run")
+
+
+def test_what_cannot_be_replayed_is_refused(models: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keys = [*CASES["gkd"], "steps=2", "checkpoint.every=1"]
+    train(config(models, run, *keys))
+    changed = "optimizer.learning_rate=0.01", "resume_changed=true", "steps=3"
+    train(config(models, run, *keys, *changed))
+    for step, words in (
+        (None, "the run went on with a change"),
+        (1, "the run went on with a change"),
+        (9, "has the steps 1 to 3"),
+        (0, "has the steps 1 to 3"),
+    ):
+        with pytest.raises(UserError, match=words):
+            replay(run, step)
+    assert replay(run, 3).same
+    with pytest.raises(UserError, match="other keys need a step"):
+        replay(run, overrides=["seed=1"])
+    with pytest.raises(UserError, match="exists: name a new folder"):
+        replay(run, folder=run)
+    (run / "batches.jsonl").unlink()
+    with pytest.raises(UserError, match=r"has no batches\.jsonl"):
+        replay(run)
+    with pytest.raises(UserError, match="is no folder of a run"):
+        replay(tmp_path)
+
+
+def test_functions_of_python_are_given_again(models: list[str], tmp_path: Path) -> None:
+    def short(prompts: list[str], completions: list[str]) -> list[float]:
+        return [-float(len(text)) for text in completions]
+
+    keys = [*GSPO, "mesh=actor+rollout=1", "steps=1", "eval.every=0"]
+    keys.append("reward.functions=[python:short]")
+    asked = Config.load(
+        QUICK[1], [*models, *SHORT, *CONSTANT, *keys, f"run_dir={tmp_path / 'run'}"]
+    )
+    train(asked, rewards=[short])
+    with pytest.raises(UserError, match="python:short"):
+        replay(tmp_path / "run")
+    assert replay(tmp_path / "run", rewards=[short]).same
