@@ -34,9 +34,12 @@ def main(argv: Sequence[str]) -> None:
     from jaxrl.profile.waits import run_advice
     from jaxrl.report.html_page import page
     from jaxrl.report.read import read_run
+    from jaxrl.run.diagnosis import HEADING, diagnose
 
     runs = [read_run(path) for path in paths]
     advice = run_advice(paths[0]) if len(paths) == 1 else {}
+    if len(paths) == 1 and (wrong := diagnose(paths[0])):
+        advice = {HEADING: wrong} | advice
     own = paths[0] / REPORT_FILE
     if arguments.output is None and own.exists() and not own.is_file():
         raise UserError(f"{own} is not a file: name another with -o")

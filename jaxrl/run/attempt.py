@@ -32,6 +32,7 @@ from jaxrl.process.streams import raise_file_limit, terminal_width
 from jaxrl.process.waiting import to_say
 from jaxrl.profile.waits import run_advice
 from jaxrl.roles.reward import open_reward
+from jaxrl.run.diagnosis import HEADING, diagnose
 from jaxrl.run.job import Job, check_job, dependencies, make_job
 from jaxrl.run.launch import devices_for, start_roles
 from jaxrl.run.loop import Calls, Loop, evaluates
@@ -241,7 +242,10 @@ def end_run(run: Run, trained: int) -> None:
     if trained or run.stopped is None:
         export(run)
     run.console.close()  # the result stands below the live display, and last
-    for heading, lines in reversed(run_advice(run.folder.path, run.job.config).items()):
+    advice = run_advice(run.folder.path, run.job.config)
+    if wrong := diagnose(run.folder.path, run.job.config):
+        advice |= {HEADING: wrong}
+    for heading, lines in reversed(advice.items()):
         run.notify("\n  ".join((f"{heading}:", *lines)))
     for line in _summary(run):
         run.notify(line)
