@@ -85,7 +85,7 @@ class Series:
         return self.last - self.first > max(SURE * self.error, by)
 
 
-class Rows:
+class RunRows:
     """The rows of a run, as its rules ask for them."""
 
     def __init__(self, rows: Sequence[JsonObject], config: Config):
@@ -100,7 +100,7 @@ class Rows:
         return Series(steps.astype(int), values)
 
 
-def _entropy(run: Rows) -> Iterator[Finding]:
+def _entropy(run: RunRows) -> Iterator[Finding]:
     entropy, reward = run.series("policy/entropy"), run.series("reward/mean")
     if entropy is None or reward is None:
         return
@@ -125,7 +125,7 @@ def _entropy(run: Rows) -> Iterator[Finding]:
         )
 
 
-def _reward_falls(run: Rows) -> Iterator[Finding]:
+def _reward_falls(run: RunRows) -> Iterator[Finding]:
     reward = run.series("reward/mean")
     if reward is None:
         return
@@ -143,7 +143,7 @@ def _reward_falls(run: Rows) -> Iterator[Finding]:
 CUT = "rollout/truncated_fraction"
 
 
-def _lengths(run: Rows) -> Iterator[Finding]:
+def _lengths(run: RunRows) -> Iterator[Finding]:
     length, cut = run.series("rollout/completion_tokens_mean"), run.series(CUT)
     reward = run.series("reward/mean")
     if cut is not None:
@@ -167,7 +167,7 @@ def _lengths(run: Rows) -> Iterator[Finding]:
         )
 
 
-def _mismatch(run: Rows) -> Iterator[Finding]:
+def _mismatch(run: RunRows) -> Iterator[Finding]:
     gap, age = run.series("policy/mismatch_k3"), run.series("stream/age")
     if gap is None:
         return
@@ -183,7 +183,7 @@ def _mismatch(run: Rows) -> Iterator[Finding]:
         )
 
 
-def _clip(run: Rows) -> Iterator[Finding]:
+def _clip(run: RunRows) -> Iterator[Finding]:
     clipped, norm = run.series("policy/clip_fraction"), run.series("actor/grad_norm")
     if clipped is None or norm is None or clipped.values.any() or not norm.values.all():
         return
@@ -198,7 +198,7 @@ def _clip(run: Rows) -> Iterator[Finding]:
         )
 
 
-def _skipped(run: Rows) -> Iterator[Finding]:
+def _skipped(run: RunRows) -> Iterator[Finding]:
     bad = [int(row["step"]) for row in run.rows if row.get("actor/skipped_updates")]
     if bad:
         yield Finding(
@@ -208,7 +208,7 @@ def _skipped(run: Rows) -> Iterator[Finding]:
         )
 
 
-def _divergence(run: Rows) -> Iterator[Finding]:
+def _divergence(run: RunRows) -> Iterator[Finding]:
     found = run.series("distill/divergence")
     if found is None:
         return
@@ -226,7 +226,7 @@ def _divergence(run: Rows) -> Iterator[Finding]:
         )
 
 
-RULES: tuple[Callable[[Rows], Iterator[Finding]], ...] = (
+RULES: tuple[Callable[[RunRows], Iterator[Finding]], ...] = (
     *(_skipped, _reward_falls, _divergence, _entropy, _lengths, _mismatch, _clip),
 )
 
@@ -274,7 +274,7 @@ def findings(
 ) -> tuple[str, ...]:
     """Returns what goes wrong, a line each, the earliest first, and the command that looks at the
     step where it began; nothing where nothing is found, or there are too few steps to say it."""
-    known = Rows(rows, config)
+    known = RunRows(rows, config)
     found = [finding for rule in RULES for finding in rule(known)]
     if config.group_size > 1:
         found += _constant(batches, config)
