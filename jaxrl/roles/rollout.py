@@ -31,7 +31,12 @@ from jaxrl.models.shared_prompts import PAGE
 from jaxrl.roles.actor import PUBLISHED, SENT, shared_base
 from jaxrl.roles.declared import Program, Remedy, Resident, local_bytes
 from jaxrl.roles.run_shapes import RunArrays, RunShapes, common_remedies, fractions
-from jaxrl.roles.sampling_programs import abstract_cache, sampling_params, sampling_programs
+from jaxrl.roles.sampling_programs import (
+    abstract_cache,
+    in_flight,
+    sampling_params,
+    sampling_programs,
+)
 from jaxrl.roles.stream_log import BEGUN, StreamLog
 from jaxrl.runtime.worker import Later, detail, phase, stopping
 from jaxrl.sampling.engine import Aborted, Engine, EngineStats
@@ -205,7 +210,9 @@ class Sampler:
             ledger=current(),
         )
         self.engine = make_engine()
-        self._stream = make_engine(swaps=True) if self._streams else self.engine
+        self._stream = self.engine
+        if self._streams:
+            self._stream = make_engine(swaps=in_flight(config))
         """Samples the batches, several at once where they are streamed; `engine` samples what is
         asked for at once."""
         self._begun: dict[int, tuple[Sequence[Prompt], list[Future[Completion]], int]] = {}

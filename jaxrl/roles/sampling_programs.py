@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.algorithms.schedule import staleness_of
 from jaxrl.config.schema import Config
 from jaxrl.data.example import Split
 from jaxrl.models.config import DecoderConfig
@@ -49,6 +50,14 @@ def sampling_params(
     )
 
 
+def in_flight(config: Config) -> tuple[int, int] | None:
+    """Returns the most prompts that the rollout samples at once where batches are streamed, and the
+    samples of each; None where they are not."""
+    if not config.streams:
+        return None
+    return config.batch_size * (1 + staleness_of(config)), config.group_size
+
+
 def sampling_programs(
     run: RunArrays, role: str, model: DecoderConfig, share: float
 ) -> Iterator[Program]:
@@ -73,7 +82,7 @@ def sampling_programs(
         launch_tokens=c.rollout.launch_tokens,
         cache_tokens=None if teaches else c.rollout.cache_tokens,
         episodes=not teaches and c.environment.name is not None,
-        swaps=streams,
+        swaps=in_flight(c) if streams else None,
     )
     asks, params = asked(c, role), run.params(role, model)
     ways = [(sampling_params(c, "train", most), asks[0])] if share > 0 else []
@@ -81,8 +90,8 @@ def sampling_programs(
         ways.append((sampling_params(c, "eval", most), asks[-1]))
     kinds = set()
     for i, (sampling, (prompts, samples)) in enumerate(ways):
-        if streams and not i:  # those of several batches may be in flight
-            prompts *= 1 + m.staleness
+        if engine.swaps is not None and not i:  # those of several batches
+            prompts, samples = engine.swaps
         for program in engine_programs(
             *(role, engine, params, sampling, prompts, samples),
             prefilled=m.prefill_rows(role),

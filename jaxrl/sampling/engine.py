@@ -138,7 +138,7 @@ class Engine:
         max_new_tokens: int,
         launch_tokens: int = 32,
         episodes: bool = False,
-        swaps: bool = False,
+        swaps: tuple[int, int] | None = None,
         cache_tokens: int | None = None,
         tokenizer: Tokenizer | None = None,
         ledger: Ledger | None = None,
@@ -152,7 +152,8 @@ class Engine:
                 grows as far as the sequences need.
             launch_tokens: most decode steps in one launch.
             episodes: completions may be episodes (`SampleRequest.environment`).
-            swaps: `swap` may come while completions are in flight.
+            swaps: `swap` may come while completions are in flight, of so many prompts with so many
+                samples each, whichever are left: shapes are those of all. None: it may not.
             cache_tokens: positions of completions that a device of each data shard holds, in pages
                 (`sampling.slots`). None: every slot has as many as the longest completion.
             tokenizer: decodes tokens to text, also to find stop strings.
@@ -449,9 +450,9 @@ class _Decoding:
         """The cache of what follows prompts: a row for each slot, or for each page of a pool."""
         self.pool = None if engine.pages is None else PagePool(shards, engine.pages)
         self.slots = Slots(engine.slots, shards, engine.launch_tokens, self.pool)
-        n, prompts = _group_sizes(samples)
+        n, prompts = self._group_sizes(samples)
         # What comes at any time finds its rows there, and so the shapes of programs.
-        per_shard, fixed = self.slots.per_shard, engine.episodes or engine.swaps
+        per_shard, fixed = self.slots.per_shard, engine.episodes or engine.swaps is not None
         self.rows = PromptRows(shards, per_shard, n, prompts, fixed=fixed)
         self.width = self.prefill_batch = 0
         self.episodes = False
@@ -480,10 +481,16 @@ class _Decoding:
         """Returns whether a request may join those in flight: none of the slots were given up."""
         return sample.request.way == self.way and len(self.slots.table) == self.engine.slots
 
+    def _group_sizes(self, samples: Sequence[PartialCompletion]) -> tuple[int, int]:
+        """Returns the most samples that a prompt has, and the number of prompts."""
+        counts = Counter(sample.prompt for sample in samples)
+        most, fewest = self.engine.swaps or (0, 0)
+        return max(fewest, *counts.values()), max(most, len(counts))
+
     def admit(self, samples: list[PartialCompletion]) -> None:
         """Queues further samples, and makes room for larger ones."""
         self.slots.queue.extend(samples)
-        n, prompts = _group_sizes([*self.slots.seated.values(), *self.slots.queue])
+        n, prompts = self._group_sizes([*self.slots.seated.values(), *self.slots.queue])
         self.rows.expect(n, prompts)
         longest = max(len(sample.request.prompt) for sample in samples)
         self.width = max(self.width, self.engine.prompt_width(longest))
@@ -916,12 +923,6 @@ class _Decoding:
             self.slots.free(sample)
         if sample.versions and sample.request.environment is not None:
             sample.request.environment.end()
-
-
-def _group_sizes(samples: Sequence[PartialCompletion]) -> tuple[int, int]:
-    """Returns the most samples that a prompt has, and the number of prompts."""
-    counts = Counter(sample.prompt for sample in samples)
-    return max(counts.values()), len(counts)
 
 
 def extension_parts(tokens: int) -> list[tuple[int, int]]:

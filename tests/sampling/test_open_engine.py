@@ -172,7 +172,7 @@ def test_each_token_and_all_before_it_are_of_one_version(case: int, seed: int) -
         mesh = role_mesh(jax.devices()[:8], Axes(*shape))
         options = options | {"mesh": mesh}
         weights = jax.device_put(weights, [param_shardings(config, mesh, "unstacked")] * 4)
-    engine = made(config, swaps=True, **options)
+    engine = made(config, swaps=(9, 3), **options)
     batches = requests(seed, 4)
     found = streamed(engine, batches, seed, *weights)
     asked = [x for batch in batches for x in batch]
@@ -184,7 +184,7 @@ def test_each_token_and_all_before_it_are_of_one_version(case: int, seed: int) -
 
 
 def test_the_same_weights_again_change_nothing() -> None:
-    engine, batches = made(PLAIN, swaps=True), requests(5, 3)
+    engine, batches = made(PLAIN, swaps=(9, 3)), requests(5, 3)
     alone = [x for batch in batches for x in engine.generate(params(PLAIN), batch)]
     assert_same(streamed(engine, batches, 5, *[params(PLAIN)] * 6), alone)
 
@@ -228,7 +228,7 @@ def test_episodes_go_on_with_new_weights(cancel: bool) -> None:
         )
         for i, echo in enumerate(echoes)
     ]
-    engine = made(PLAIN, swaps=True, episodes=True, tokenizer=Letters())
+    engine = made(PLAIN, swaps=(9, 3), episodes=True, tokenizer=Letters())
     engine.swap(params(PLAIN, 0), 0)
     futures = [engine.submit(request) for request in asked]
     launches = 0
