@@ -218,7 +218,9 @@ class Sampler:
         self._begun: dict[int, tuple[Sequence[Prompt], list[Future[Completion]], int]] = {}
         """Step -> of a batch that is being streamed: its prompts, its completions in order, and the
         first event since the batch before it was begun."""
-        self._log, self._next_first = StreamLog(), 0
+        d = config.deadlines
+        slowest = d.generate + d.score + d.update + d.weight_sync + d.checkpoint
+        self._log, self._next_first = StreamLog(slowest), 0
         _, self._shardings = frozen_and_trained(param_shardings(model, mesh, "unstacked"))
         if params is None and not teacher:
             dtype = jnp.dtype(config.rollout.dtype)

@@ -4,6 +4,7 @@ record samples the same again."""
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
@@ -29,7 +30,14 @@ METHODS = {
 class StreamLog:
     """Counts the launches between calls or, where it follows a record, says when they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_s: float = float("inf")) -> None:
+        """
+        Args:
+            most_s: longest wait, in seconds, for a call that a record has: without it one that does
+                not fit would be waited for for ever.
+        """
+        self._most_s = most_s
+        self._held_since: float | None = None
         self._sampler = uuid.uuid4().hex
         self._events: list[StreamEvent] = []
         self._expected: deque[StreamEvent] = deque()
@@ -56,7 +64,7 @@ class StreamLog:
     def note(self, call: str, number: int) -> None:
         """Notes a call. Raises RunError where an exact record has another one."""
         event = StreamEvent(call, number, self._launches)
-        self._launches, self._saved = 0, call == "save"
+        self._launches, self._saved, self._held_since = 0, call == "save", None
         if self._expected and (expected := self._expected.popleft()) != event:
             if self._exact:
                 raise RunError(
@@ -88,7 +96,14 @@ class StreamLog:
             return 1 if self._exact else None
         if method in METHODS.values() and method != METHODS.get(expected.call):
             return None
-        return max(expected.launches - self._launches, 0)
+        left = max(expected.launches - self._launches, 0)
+        if left:
+            self._held_since = None
+        elif self._held_since is None:
+            self._held_since = time.monotonic()
+        elif time.monotonic() - self._held_since > self._most_s:  # `note` says what came instead
+            return None
+        return left
 
     def since(self, first: int) -> StreamEvents:
         """Returns the events but the first ones."""

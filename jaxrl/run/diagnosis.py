@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import UserError, counted
 from jaxrl.process.json_types import JsonObject
-from jaxrl.run.record import read_batches
+from jaxrl.run.record import BatchLines
 from jaxrl.telemetry.metrics import read_metrics
 
 HEADING = "look at this run"
@@ -264,7 +264,7 @@ def diagnose(run: Path, config: Config | None = None) -> tuple[str, ...]:
     """
     try:
         config = config or Config.load(run / CONFIG_FILE)
-        return findings(read_metrics(run), read_batches(run), config, str(run))
+        return findings(read_metrics(run), BatchLines(run), config, str(run))
     except UserError:
         return ()
 

@@ -248,7 +248,7 @@ class Loop:
         except Stopped:
             if not calls.asked_to_stop():
                 raise
-        if calls.asked_to_stop():
+        if calls.asked_to_stop() and self.until is None:
             self.close(calls.stop())
         return max(self._reported, 0)
 

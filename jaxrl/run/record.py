@@ -10,10 +10,12 @@ events after its checkpoint, and a replay all of them.
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -34,17 +36,28 @@ RESTART = "restart"
 """The event of a sampler that was lost with all that it had in flight."""
 
 
-def batch_record(step: int, rollout: Rollout, report: RewardReport | None) -> JsonObject:
+def batch_record(
+    step: int, rollout: Rollout, report: RewardReport | None, events: int | None = None
+) -> JsonObject:
     """Returns the record of the batch that a step trained on. Arrays of rewards are [B] with the
-    rows of padding, null where a completion has none."""
+    rows of padding, null where a completion has none.
+
+    Args:
+        events: lines of `STREAM_FILE` that are written.
+    """
     found: JsonObject = {"step": step} | checksums_of(rollout)
+    if events is not None:
+        found["events"] = events
     if report is not None:
-        rewards = {"total": report.rewards, "task": report.task}
-        found["rewards"] = {name: _numbers(values) for name, values in rewards.items()}
+        found["rewards"] = {"total": _numbers(report.rewards)}
+        if not np.array_equal(report.rewards, report.task, equal_nan=True):
+            found["rewards"]["task"] = _numbers(report.task)
         found["functions"] = {name: _numbers(values) for name, values in report.per_reward.items()}
         found["weights"], found["metrics"] = dict(report.weights), dict(report.metrics)
         if report.advantages is not None:
-            found["advantages"] = report.advantages.tolist()
+            by_hand = np.asarray(report.advantages, np.float32)
+            data = base64.b64encode(by_hand.tobytes()).decode()
+            found["advantages"] = {"shape": by_hand.shape, "float32": data}
     return found
 
 
@@ -61,23 +74,42 @@ def recorded_rewards(line: JsonObject) -> RewardReport | None:
     """Returns the rewards of a line of `BATCHES_FILE`; None where its batch had none."""
     if "rewards" not in line:
         return None
-    total, task = (np.array(line["rewards"][name], np.float64) for name in ("total", "task"))
+    total = np.array(line["rewards"]["total"], np.float64)
+    task = np.array(line["rewards"].get("task", total), np.float64)
     each = {name: np.array(values, np.float64) for name, values in line["functions"].items()}
-    by_hand = line.get("advantages")
-    advantages = None if by_hand is None else np.array(by_hand, np.float32)
+    advantages = None
+    if (by_hand := line.get("advantages")) is not None:
+        data = base64.b64decode(by_hand["float32"])
+        advantages = np.frombuffer(data, np.float32).reshape(by_hand["shape"])
     return RewardReport(
         total, task, each, line["metrics"], (), weights=line["weights"], advantages=advantages
     )
 
 
-def read_batches(path: Path) -> dict[int, JsonObject]:
-    """Reads the record of the batches of the run in a folder, by step, up to a torn last line."""
-    found: dict[int, JsonObject] = {}
-    with suppress(OSError, ValueError):
-        for line in read_file(path / BATCHES_FILE).splitlines():
-            one = parse_json(line)
-            found[one["step"]] = one
-    return found
+class BatchLines(Mapping[int, JsonObject]):
+    """The record of the batches of the run in a folder, by step. A line is parsed when it is asked
+    for; one that is torn or damaged is not there."""
+
+    def __init__(self, path: Path):
+        lines: Sequence[bytes] = ()
+        with suppress(OSError):
+            lines = read_file(path / BATCHES_FILE).splitlines()
+        begun = ((re.match(rb'\{"step": (\d+), .*\}$', line), line) for line in lines)
+        self._lines = {int(match[1]): line for match, line in begun if match is not None}
+
+    def __getitem__(self, step: int) -> JsonObject:
+        with suppress(ValueError):
+            return parse_json(self._lines[step])
+        raise KeyError(step)
+
+    def __contains__(self, step: object) -> bool:
+        return step in self._lines
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:
@@ -138,8 +170,12 @@ class StreamRecord:
         """
         self.before: tuple[StreamEvent, ...] = ()
         """What the run that resumes had recorded, also of steps that were lost."""
+        self.lines = 0
+        """Those that are written."""
         self._lock = threading.Lock()
         self._sampler: str | None = None
+        self._over: set[str] = set()
+        """Samplers that were lost."""
         self._count = 0
         """Events of this sampler that are written."""
         self._known: dict[int, StreamEvent] = {}
@@ -148,9 +184,10 @@ class StreamRecord:
         def keep(file: IO[bytes]) -> int:
             lines = _lines(file.read())
             self.before = tuple(event for event, _ in lines)
-            ends = [end for e, end in lines if (e.call, e.number) == ("save", step)]
+            saves = [i for i, (e, _) in enumerate(lines) if (e.call, e.number) == ("save", step)]
             # Where nothing was in flight at the checkpoint, there was no event.
-            return ends[-1] if ends else lines[-1][1] if lines else 0
+            self.lines = saves[-1] + 1 if saves else len(lines)
+            return lines[self.lines - 1][1] if self.lines else 0
 
         self.file = LineFile(path / STREAM_FILE, notify, None if step is None else keep)
 
@@ -159,9 +196,12 @@ class StreamRecord:
         before another that is not known yet waits for it."""
         with self._lock:
             new: list[StreamEvent] = []
+            if happened.sampler in self._over:  # its last batch is reported late
+                return
             if happened.sampler != self._sampler:
                 if self._sampler is not None:
                     new.append(StreamEvent(RESTART, 0, 0))
+                    self._over.add(self._sampler)
                 self._sampler, self._count = happened.sampler, 0
                 self._known.clear()
             numbered = enumerate(happened.events, happened.first)
@@ -169,4 +209,6 @@ class StreamRecord:
             while (event := self._known.pop(self._count, None)) is not None:
                 self._count += 1
                 new.append(event)
-            self.file.append([json.dumps(event) for event in new if event.call != BEGUN])
+            new = [event for event in new if event.call != BEGUN]
+            self.lines += len(new)
+            self.file.append([json.dumps(event) for event in new])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
-from jaxrl.config.schema import Overrides
+from jaxrl.config.schema import CONFIG_FILE, Config, Overrides
 from jaxrl.errors import UserError, user_path
 
 if TYPE_CHECKING:
@@ -111,6 +111,11 @@ def main(argv: Sequence[str]) -> int | None:
     arguments = _parser().parse(argv)
     if arguments.completion is not None and arguments.step is None:
         raise UserError("--completion I needs --step N")
+    if (row := arguments.completion) is not None:
+        config = Config.load(user_path(arguments.run) / CONFIG_FILE)
+        rows = config.batch_size * config.group_size
+        if not 0 <= row < rows:
+            raise UserError(f"--completion {row}: a batch of the run has the rows 0 to {rows - 1}")
     found = replay(
         arguments.run,
         arguments.step,
@@ -119,9 +124,10 @@ def main(argv: Sequence[str]) -> int | None:
         tell=lambda text: print(text, flush=True),
     )
     print(found)
-    if found.step is not None:
-        row = arguments.completion
-        print(f"\n{found.step.batch!r}" if row is None else f"\n{found.step.batch.row(row)}")
+    row, changed = arguments.completion, found.changed
+    for done in filter(None, (found.step, changed if row is not None else None)):
+        of = f" with {' '.join(arguments.overrides)}" if done is changed else ""
+        print(f"\n{done.batch!r}" if row is None else f"\n{done.batch.row(row)}{of}")
     return None if found.same else cli.EXIT_FAILED
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from typing import Any
 from jaxrl.algorithms.protocols import ActorRole
 from jaxrl.algorithms.schedule import Action
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.fingerprint import changes, digest_file
+from jaxrl.checkpoint.fingerprint import changes, compare, digest_file
 from jaxrl.checkpoint.model_source import FINAL
 from jaxrl.config.keys import mappings
 from jaxrl.config.schema import CONFIG_FILE, Config, Overrides
 from jaxrl.config.yaml_text import assignments
 from jaxrl.data.tokenizer import Tokenizer, decode_text
-from jaxrl.errors import UserError, counted
+from jaxrl.errors import RunError, UserError, counted
 from jaxrl.process.interrupt import Interrupted
 from jaxrl.process.json_types import JsonObject
 from jaxrl.run.attempt import export, interrupt_of, open_run, row_is_whole, start_loop
@@ -36,9 +36,9 @@ from jaxrl.run.record import (
     BATCHES_FILE,
     RESTART,
     STREAM_FILE,
+    BatchLines,
     checksums_of,
     following,
-    read_batches,
     read_record,
     recorded_rewards,
 )
@@ -70,11 +70,11 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class StepReplay:
-    """A step that was done again."""
+    """A step that was done again. `print(step.batch)` and `print(step.batch.row(I))` show it."""
 
     batch: BatchByHand
     """Before its update, with the values of its tokens."""
-    row: JsonObject
+    row: JsonObject = field(repr=False)
     """Its row of metrics."""
 
 
@@ -121,12 +121,13 @@ class Replay:
     __repr__ = __str__
 
     def _compared(self, before: StepReplay, after: StepReplay) -> list[str]:
-        rows = _differences(before.row, after.row)
+        both = before.row.keys() & after.row.keys()
+        rows = {k: v for k, v in _differences(before.row, after.row).items() if k in both}
         keys = " ".join(f"{key}={value}" for key, value in self.keys.items())
         lines = [f"step {self.last} with {keys}:"]
         lines += _listed(rows, "as it was", "changed") or ["  nothing changes"]
         if checksums_of(before.batch.rollout) != checksums_of(after.batch.rollout):
-            return [*lines, "  other completions are sampled"]
+            return [*lines, "  other completions are sampled, and their rewards computed anew"]
         was, now = before.batch.advantages, after.batch.advantages
         if was is None or now is None:
             return lines
@@ -171,9 +172,10 @@ def replay(
     source.copy_to(same, start)
     again = _Again(source, given, last, looks=step is not None, saves=bool(keys), tell=tell)
     other_keys = replace(again, keys=dict(assignments(keys, mappings(Config))), saves=False)
-    other_keys.config(changed)  # is right, before anything is done
-    found = again.run(same, start)
     if keys:
+        _check_keys(other_keys.keys, source, other_keys.config(changed))
+    found = again.run(same, start)
+    if keys and found.same:
         begin = last - 1  # with the weights before the step and, if the keys allow it, its batch
         replace(source, path=same).copy_to(changed, begin)
         other = other_keys.run(changed, begin)
@@ -196,7 +198,7 @@ class _Source:
         if not (path / CONFIG_FILE).is_file():
             raise UserError(f"{path} is no folder of a run: it has no {CONFIG_FILE}")
         rows = {int(row["step"]): row for row in read_metrics(path)}
-        config, batches = Config.load(path / CONFIG_FILE), read_batches(path)
+        config, batches = Config.load(path / CONFIG_FILE), BatchLines(path)
         if not rows or max(rows) == 0:
             raise UserError(f"{path} has no step to replay: nothing was trained")
         if not batches:
@@ -212,8 +214,12 @@ class _Source:
 
     def checkpoint_before(self, step: int) -> int:
         """Returns the step of the newest checkpoint before a step; 0: there is none."""
-        found = (int(folder.name) for folder in store.folders(self.path))
-        return max((one for one in found if one < step), default=0)
+        for folder in store.folders(self.path):
+            if int(folder.name) < step:
+                with suppress(store.Damaged):
+                    store.verify(store.read(folder))
+                    return int(folder.name)
+        return 0
 
     def check(self, start: int, last: int) -> None:
         """Raises UserError where these steps cannot be repeated."""
@@ -225,26 +231,29 @@ class _Source:
                     f" ({'; '.join(texts)}). --step N replays one after {step}, from the"
                     " checkpoints since"
                 )
+        for step in range(start + 1, last + 1):
+            for name, known in ((METRICS_FILE, self.rows), (BATCHES_FILE, self.batches)):
+                if step not in known:
+                    raise UserError(f"{steps}: {self.path / name} has no line for step {step}")
         if not self.config.streams:
             return
-        known = [event[:2] for event in self.events]
-        if (("save", start) if start else ("load", 0)) not in known:
+        if len(self.events) < self.batches[last].get("events", 0):
+            raise UserError(f"{steps}: {self.path / STREAM_FILE} was cut or damaged since")
+        happened = [event[:2] for event in self.events]
+        if (("save", start) if start else ("load", 0)) not in happened:
             raise UserError(f"{steps}: {self.path / STREAM_FILE} has nothing of them")
-        lost = (RESTART, 0) in known and ("load", last) not in [
+        lost = (RESTART, 0) in happened and ("load", last) not in [
             event[:2] for event in following(self.events, start)
         ]
-        if lost and (RESTART, 0) in known[known.index(("save", start)) if start else 0 :]:
+        if lost and (RESTART, 0) in happened[happened.index(("save", start)) if start else 0 :]:
             raise UserError(
                 f"{steps}: the rollout was lost meanwhile, with what it had sampled. --step N"
                 " replays one after a later checkpoint"
             )
 
-    def rewards(self, start: int, last: int) -> dict[int, dict[str, Sequence[Future[Any]]]]:
-        """Returns what the run recorded for these steps: batch -> role -> its scores."""
-        found: dict[int, dict[str, Sequence[Future[Any]]]] = {}
-        for step, line in self.batches.items():
-            if start < step <= last and (report := recorded_rewards(line)) is not None:
-                found[step - 1] = {"reward": [done_future(report)]}
+    def tokens(self, step: int) -> int | None:
+        """Returns the checksum of the tokens of a step's batch; None where none is recorded."""
+        found: int | None = self.batches.get(step, {}).get("tokens")
         return found
 
     @property
@@ -265,6 +274,37 @@ class _Source:
         place.joinpath(*folder).symlink_to(self.path.joinpath(*folder).resolve())
 
 
+class RecordedRewards(dict[int, dict[str, Sequence[Future[Any]]]]):
+    """Batch -> role -> its scores, as a run recorded them."""
+
+    def __init__(self, batches: Mapping[int, JsonObject], of: range):
+        super().__init__()
+        self._batches, self._of = batches, of
+
+    def pop(self, index: int, *default: Any) -> Any:
+        line = self._batches.get(index + 1) if index in self._of else None
+        report = None if line is None else recorded_rewards(line)
+        if report is None:
+            return super().pop(index, *default)
+        return {"reward": [done_future(report)]}
+
+
+def _check_keys(keys: Mapping[str, object], source: _Source, config: Config) -> None:
+    """Raises UserError for keys that no single step can have otherwise."""
+    for key in keys:
+        if key in QUIET or key in ("run_dir", "name", "resume_changed", "steps"):
+            raise UserError(
+                f"{key} belongs to the whole run: a step cannot be replayed with another"
+            )
+    try:
+        compare(source.config.model_dump(mode="json"), config, source.path)
+    except UserError as error:
+        refused = "\n".join(line for line in str(error).splitlines() if line.startswith("  "))
+        raise UserError(
+            f"a step cannot be replayed with another value of this:\n{refused}"
+        ) from error
+
+
 @dataclass
 class _Again:
     """A run that does steps of another one again."""
@@ -282,9 +322,8 @@ class _Again:
     """Those that are set otherwise than in the source: rows are not compared then."""
 
     def config(self, place: Path) -> Config:
-        own: dict[str, object] = {**QUIET, "run_dir": str(place)}
-        if self.keys:
-            own |= {**self.keys, "resume_changed": True}
+        # What has changed beside the config is found by `_check_inputs`, which can say of what.
+        own = {**self.keys, **QUIET, "run_dir": str(place), "resume_changed": True}
         return Config.of(self.source.config, own)
 
     def run(self, place: Path, start: int) -> Replay:
@@ -317,18 +356,26 @@ class _Again:
         with ExitStack() as stack:
             stack.enter_context(interrupt.listening())
             run = stack.enter_context(open_run(config, self.given, interrupt, on_step))
-            if not self.keys:
-                _check_inputs(source, run)
+            _check_inputs(source, run, self.keys)
             loop, ahead = stack.enter_context(start_loop(run))
             loop.around, loop.until = around, last
             loop.replayed = () if self.keys else source.events
-            if not any(key.startswith("reward") for key in self.keys):
-                loop.sources.early_scores |= source.rewards(start, last)
-            loop.run(start, ahead, row_is_whole(run))
+            given = any(key.partition(".")[0] == "reward" for key in self.keys)
+            kept = [i for i in ahead if checksums_of(ahead[i])["tokens"] == source.tokens(i + 1)]
+            if not self.keys or (last - 1 in kept and not given):
+                loop.sources.early_scores = RecordedRewards(source.batches, range(start, last))
+            reached = loop.run(start, ahead, row_is_whole(run))
             if interrupt.asked:
                 raise Interrupted("the replay was interrupted")
-            if self.saves:
+            if run.step_error is not None:
+                raise run.step_error
+            if reached < loop.until:
+                stop = "" if run.stopped is None else f" {run.stopped.by} raised StopTraining"
+                raise RunError(f"the replay ended after step {reached} of {last}:{stop}")
+            if self.saves and looked:
                 run.close()
+                if run.checkpoints.newest != last - 1 > 0:
+                    raise RunError(f"{place} has no checkpoint {last - 1}: it could not be written")
             ends = not (found or self.looks) and source.finished
             if ends:
                 export(run)
@@ -336,7 +383,7 @@ class _Again:
                 if digests[0] != digests[1]:
                     found["digest of the weights"] = digests[0][:16], digests[1][:16]
         at = rows[-1]["step"] if found else None
-        step = StepReplay(looked[0], rows[-1]) if looked else None
+        step = StepReplay(looked[0], rows[-1]) if looked and not found else None
         return Replay(source.path, start, last, found, at, step, has_weights=ends)
 
     def _differences(self, row: JsonObject, recorded: JsonObject) -> dict[str, tuple[Any, Any]]:
@@ -371,10 +418,15 @@ def _save(loop: Loop, index: int) -> None:
     """Writes a checkpoint of the actor as it is, with the batch that it is about to train on."""
     calls, made = loop.calls, loop.rows[index + 1].rollout
     assert made is not None
+    folder = loop.checkpoints.folder(index)
+    if folder.is_symlink():  # the checkpoint that the replay began with, which has been read
+        folder.unlink()
     calls.kind, row = "save", calls.row
-    saved = calls.call("actor", ActorRole.save, loop.checkpoints.folder(index), step=index)
+    saved = calls.call("actor", ActorRole.save, folder, step=index)
     written = calls.call("actor", ActorRole.saved, saved)
     loop.checkpoints.begin(index, written, {index: made}, {"name": loop.config.schedule})
+    if (last := loop.reporter.metrics.last or {}).get("step") == index:
+        loop.checkpoints.row(last)  # written before the replay began
     calls.kind, calls.row = "train", row
 
 
@@ -404,11 +456,12 @@ def _differences(there: JsonObject, here: JsonObject) -> dict[str, tuple[object,
     return found
 
 
-def _check_inputs(source: _Source, run: Run) -> None:
-    """Raises UserError where models or data are not those of the run."""
+def _check_inputs(source: _Source, run: Run, keys: Mapping[str, object]) -> None:
+    """Raises UserError where models or data are not those of the run, but for those that changed
+    keys name."""
     for folder in store.folders(source.path):
         names = changes(store.read(folder).manifest.digests, dependencies(run.job))
-        if names:
+        if names := [name for name in names if not any(name.startswith(key) for key in keys)]:
             raise UserError(
                 f"what {' and '.join(names)} names has changed since {source.path} was trained: put"
                 " it back to replay the run"

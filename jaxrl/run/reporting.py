@@ -314,7 +314,8 @@ class Run:
         self.first_step_at = self.first_step_at or end
         row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
         report = futures["score.reward"].result() if "score.reward" in futures else None
-        self.recorded = batch_record(step, rollout, report)
+        events = None if self.stream is None else self.stream.lines
+        self.recorded = batch_record(step, rollout, report, events)
         self.batches.append([json.dumps(self.recorded)])
         self._write(step, row)
 

@@ -590,8 +590,7 @@ class LocalWorker:
             elif not call.done():  # else it was cancelled
                 self.running = call
                 self._execute(call, self.phase)
-                for begun, _ in self._begun:  # the seconds of one call are no other's
-                    begun.times.started = (begun.times.started or 0.0) + call.times.seconds
+                self._pause_begun(call.times.seconds)
                 self._end_begun()  # the call may have ended what others have begun
                 self.running = None
             del call  # a worker that waits keeps no call alive
@@ -626,6 +625,7 @@ class LocalWorker:
         """Waits a moment for the next call or its arguments, and does no work meanwhile."""
         call, _ = self._enter_begun()
         self.phase.detail = f"{call.role}.{call.method} is held until the next call begins"
+        began = time.monotonic()
         if queued and queued[0] is not None:
             needed = [one for one in queued[0].inputs() if not one.done()]
             if needed:
@@ -633,7 +633,13 @@ class LocalWorker:
         else:
             with contextlib.suppress(queue.Empty):
                 queued = [self._calls.get(timeout=HOLD_S)]
+        self._pause_begun(time.monotonic() - began)
         return queued
+
+    def _pause_begun(self, seconds: float) -> None:
+        """Has so many seconds count as no call's that has begun: they were another one's."""
+        for begun, _ in self._begun:
+            begun.times.started = (begun.times.started or 0.0) + seconds
 
     def _work_on(self) -> None:
         """Does a part of the work of the calls that have begun, and ends those that are done."""

@@ -17,8 +17,10 @@ from runs import ALONE, CONSTANT, GSPO, QUICK, SHORT, save_pair
 import jaxrl
 from jaxrl import Config, RunError, UserError, replay, train
 from jaxrl.config import cli
-from jaxrl.run.record import read_record
+from jaxrl.roles.rollout import Sampler
+from jaxrl.run.record import StreamRecord, read_record
 from jaxrl.run.replay import main
+from jaxrl.types import StreamEvent, StreamEvents
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -105,7 +107,8 @@ def test_a_record_that_does_not_fit_is_told(models: list[str], tmp_path: Path) -
     train(config(models, tmp_path / "run", *GSPO, *STREAMS, "max_new_tokens=16"))
     lines = [json.dumps(event) for event in read_record(tmp_path / "run")]
     generated = next(i for i, line in enumerate(lines) if line.startswith('["generate", 3'))
-    (tmp_path / "run" / "stream.jsonl").write_text("\n".join(lines[:2] + lines[generated:]) + "\n")
+    lines.insert(2, lines.pop(generated))
+    (tmp_path / "run" / "stream.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(RunError, match="the record has generate 3"):
         replay(tmp_path / "run")
 
@@ -182,3 +185,103 @@ def test_functions_of_python_are_given_again(models: list[str], tmp_path: Path) 
     with pytest.raises(UserError, match="python:short"):
         replay(tmp_path / "run")
     assert replay(tmp_path / "run", rewards=[short]).same
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["run_dir=RUN"], "run_dir belongs to the whole run"),
+        (["resume=never"], "resume belongs to the whole run"),
+        (["steps=9"], "steps belongs to the whole run"),
+        (["group_size=2"], "group_size: 4 there, 2 now"),
+        (["seed=5"], "seed: 0 there, 5 now"),
+    ],
+)
+def test_keys_of_the_whole_run_are_refused(trained: Path, keys: list[str], words: str) -> None:
+    """Before anything is done; the folder of the run stays as it was."""
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    with pytest.raises(UserError, match=words):
+        replay(trained, 3, [key.replace("RUN", str(trained)) for key in keys], tell=pytest.fail)
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+
+
+@pytest.fixture(scope="module")
+def trained(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that no test changes."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    train(config(models, run, *CASES["gspo"]))
+    return run
+
+
+def test_rewards_are_those_of_the_completions(trained: Path) -> None:
+    """What is sampled otherwise is scored anew."""
+    found = replay(trained, 3, {"sampling.temperature": 0.2})  # right behind a checkpoint
+    assert found.step is not None and found.changed is not None
+    one, two = (x.batch.rewards["noise"] for x in (found.step, found.changed))
+    assert not np.array_equal(one, two, equal_nan=True) and "computed anew" in str(found)
+    found = replay(trained, 3, {"policy.entropy_coef": 0.2})
+    assert found.step is not None and found.changed is not None
+    one, two = (x.batch.rewards["noise"] for x in (found.step, found.changed))
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("batches.jsonl", lambda x: [*x[:2], x[2][:9]], "has no line for step 3"),
+        ("batches.jsonl", lambda x: [x[0], "[1]\n", *x[2:]], "has no line for step 2"),
+        ("metrics.jsonl", lambda x: [*x[:3], *x[4:]], "has no line for step 3"),
+    ],
+)
+def test_a_record_with_gaps_is_no_difference(
+    trained: Path, tmp_path: Path, name: str, change: Any, words: str
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    lines = (tmp_path / "run" / name).read_text().splitlines(keepends=True)
+    (tmp_path / "run" / name).write_text("".join(change(lines)))
+    with pytest.raises(UserError, match=words):
+        replay(tmp_path / "run")
+
+
+def test_a_replay_that_ends_early_says_so(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Sampler.generate
+
+    def stops(self: Sampler, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["step"] == 2:
+            raise jaxrl.StopTraining("no more")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Sampler, "generate", stops)
+    with pytest.raises(RunError, match=r"ended after step 2 of 4: .* raised StopTraining"):
+        replay(trained)
+
+
+def test_the_step_that_differs_before_the_one_asked_for(trained: Path, tmp_path: Path) -> None:
+    """Is told, and no step is shown that is not the one."""
+    shutil.copytree(trained, tmp_path / "run")
+    rows = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    lines[3]["loss"] += 1e-7
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = replay(tmp_path / "run", 4, ["policy.entropy_coef=0.5"])
+    assert found.differs_at == 3 and found.step is None and found.changed is None
+
+
+def test_events_of_a_lost_sampler_that_come_late_are_left_out(tmp_path: Path) -> None:
+    record = StreamRecord(tmp_path, None, print)
+
+    def add(sampler: str, first: int, *numbers: int) -> None:
+        events = tuple(StreamEvent("load", number, 1) for number in numbers)
+        record.add(StreamEvents(sampler, first, events))
+
+    add("a", 0, 0, 1)
+    add("b", 0, 2)
+    add("a", 1, 1, 9)
+    add("b", 2, 4)  # waits for the one before it
+    add("b", 0, 2, 3)
+    calls = [(event.call, event.number) for event in read_record(tmp_path)]
+    assert calls == [
+        *[("load", 0), ("load", 1), ("restart", 0)],
+        *[("load", 2), ("load", 3), ("load", 4)],
+    ]
+    assert record.lines == 6
