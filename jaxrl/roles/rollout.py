@@ -210,9 +210,7 @@ class Sampler:
             ledger=current(),
         )
         self.engine = make_engine()
-        self._stream = self.engine
-        if self._streams:
-            self._stream = make_engine(swaps=in_flight(config))
+        self._stream = make_engine(swaps=in_flight(config)) if self._streams else self.engine
         """Samples the batches, several at once where they are streamed; `engine` samples what is
         asked for at once."""
         self._begun: dict[int, tuple[Sequence[Prompt], list[Future[Completion]], int]] = {}

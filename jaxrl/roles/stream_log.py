@@ -15,8 +15,6 @@ from jaxrl.types import StreamEvent, StreamEvents
 BEGUN = "begun"
 """The event of a sampler that goes on with what a checkpoint has of a batch. No record has it: the
 run before had the batch in flight."""
-
-
 METHODS = {
     "load": "load",
     "sample": "sample",

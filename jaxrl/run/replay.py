@@ -126,8 +126,8 @@ def main(argv: Sequence[str]) -> int | None:
     print(found)
     row, changed = arguments.completion, found.changed
     for done in filter(None, (found.step, changed if row is not None else None)):
-        of = f" with {' '.join(arguments.overrides)}" if done is changed else ""
-        print(f"\n{done.batch!r}" if row is None else f"\n{done.batch.row(row)}{of}")
+        of = f"with {' '.join(arguments.overrides)}:\n" if done is changed else ""
+        print(f"\n{of}{done.batch!r}" if row is None else f"\n{of}{done.batch.row(row)}")
     return None if found.same else cli.EXIT_FAILED
 
 

@@ -127,7 +127,8 @@ class Replay:
         lines = [f"step {self.last} with {keys}:"]
         lines += _listed(rows, "as it was", "changed") or ["  nothing changes"]
         if checksums_of(before.batch.rollout) != checksums_of(after.batch.rollout):
-            return [*lines, "  other completions are sampled, and their rewards computed anew"]
+            scored = ", and their rewards computed anew" if after.batch.rewards else ""
+            return [*lines, f"  other completions are sampled{scored}"]
         was, now = before.batch.advantages, after.batch.advantages
         if was is None or now is None:
             return lines

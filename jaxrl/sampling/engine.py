@@ -484,8 +484,8 @@ class _Decoding:
     def _group_sizes(self, samples: Sequence[PartialCompletion]) -> tuple[int, int]:
         """Returns the most samples that a prompt has, and the number of prompts."""
         counts = Counter(sample.prompt for sample in samples)
-        most, fewest = self.engine.swaps or (0, 0)
-        return max(fewest, *counts.values()), max(most, len(counts))
+        prompts, most = self.engine.swaps or (0, 0)
+        return max(most, *counts.values()), max(prompts, len(counts))
 
     def admit(self, samples: list[PartialCompletion]) -> None:
         """Queues further samples, and makes room for larger ones."""
