@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import and_slow
 
 from jaxrl.errors import RunError
 from jaxrl.roles.stream_log import StreamLog
@@ -101,7 +102,7 @@ def stream(
         worker.stop(DEADLINE)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", and_slow([*range(25)], [*range(25, 500)]))
 def test_a_record_is_repeated(seed: int) -> None:
     first = stream(seed, seed)
     assert stream(seed, seed + 1000, first) == first
