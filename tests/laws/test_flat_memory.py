@@ -116,9 +116,10 @@ def pretended_loop(folder, on_row):
         Console(config.logging, steps=700, out=Nowhere()),
         MetricsWriter(folder / "metrics.jsonl"),
         JsonLines(folder / "samples.jsonl"),
+        JsonLines(folder / "batches.jsonl"),
         timeline,
     ]
-    console, metrics, samples, _ = files
+    console, metrics, samples, batches, _ = files
     saves = SimpleNamespace(
         row=lambda row: None,
         written=[],
@@ -141,6 +142,7 @@ def pretended_loop(folder, on_row):
     )
     run.metrics, run.samples, run.timeline, run.trackers = metrics, samples, timeline, None
     run.checkpoints, run.profile, run.scorers = saves, SimpleNamespace(steps=()), {}
+    run.batches, run.stream = batches, None
     run._planned, run._pools, run._peaks_from, run._held = plan.peaks, {}, "arrays", 3
     handles = {each.name: each.handle(each.name) for each in workers}
     calls = Calls(config, handles, recorders=(timeline.record,))

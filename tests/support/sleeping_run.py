@@ -63,6 +63,8 @@ class Saves:
 
 
 class Rows:
+    stream = None
+
     def row(self, step: int, futures: Mapping[str, Any]) -> None:
         for future in futures.values():
             future.result()
