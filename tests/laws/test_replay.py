@@ -57,7 +57,7 @@ def config(models: list[str], run: Path, *keys: str) -> Config:
     return Config.load(QUICK[1], asked)
 
 
-@pytest.mark.parametrize("case", and_slow(["gspo", "gkd"], [*CASES][1:2] + [*CASES][3:]))
+@pytest.mark.parametrize("case", and_slow(["gkd"], sorted({*CASES} - {"gkd"})))
 def test_a_run_and_its_steps_come_to_the_same(
     models: list[str], tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_streamed_run_comes_to_the_same(
         at_random(patch, -1 - seed % 3 + 100)
         whole = replay(tmp_path / "run")
         assert whole.same and whole.has_weights, whole
-        for step in (4, 6):
+        for step in (4, 6) if seed else (6,):
             late = replay(tmp_path / "run", step)
             assert late.same and 0 < late.start < step, late
 
@@ -113,22 +113,19 @@ def test_a_record_that_does_not_fit_is_told(models: list[str], tmp_path: Path) -
         replay(tmp_path / "run")
 
 
-def test_other_keys_change_one_step(models: list[str], tmp_path: Path) -> None:
+def test_other_keys_change_one_step(trained: Path) -> None:
     """The weights and the completions before it stay."""
-    train(config(models, tmp_path / "run", *CASES["gspo"]))
-    found = replay(tmp_path / "run", 4, ["policy.entropy_coef=0.5"])
+    found = replay(trained, 4, ["policy.entropy_coef=0.5"])
     assert found.same and found.step is not None and found.changed is not None
     one, two = found.step, found.changed
     assert one.row["loss"] != two.row["loss"] and one.row["reward/mean"] == two.row["reward/mean"]
     np.testing.assert_array_equal(one.batch.tokens, two.batch.tokens)
     np.testing.assert_array_equal(one.batch.learner_logprobs, two.batch.learner_logprobs)
     assert "policy.entropy_coef=0.5:\n" in str(found) and "changes its sign in 0 of" in str(found)
-    found = replay(tmp_path / "run", 4, {"policy.scale_by_std": False})
+    found = replay(trained, 4, {"policy.scale_by_std": False})
     assert found.changed is not None and "changes its sign" in str(found)
-    found = replay(tmp_path / "run", 1, {"sampling.temperature": 0.5})
-    assert "other completions are sampled" in str(found)
     with pytest.raises(UserError, match="unknown key"):
-        replay(tmp_path / "run", 4, ["policy.entropy=0.5"])
+        replay(trained, 4, ["policy.entropy=0.5"])
 
 
 def test_what_differs_is_told(models: list[str], tmp_path: Path) -> None:
