@@ -7,6 +7,7 @@ runs that were made to go wrong (scripts/diagnosed_runs.py).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,7 +189,7 @@ def _clip(run: RunRows) -> Iterator[Finding]:
     if clipped is None or norm is None or clipped.values.any() or not norm.values.all():
         return
     last = run.rows[-1]
-    if last["optimizer_step"] > last["step"]:
+    if last.get("optimizer_step", 0) > last["step"]:
         yield Finding(
             int(clipped.steps[0]),
             f"no token's ratio was ever clipped in {len(clipped.steps)} steps, though each batch"
@@ -233,21 +234,24 @@ RULES: tuple[Callable[[RunRows], Iterator[Finding]], ...] = (
 
 def _constant(batches: Mapping[int, JsonObject], config: Config) -> Iterator[Finding]:
     """A reward that is the same for all completions of a prompt: advantages do not see it."""
-    known = [step for step in sorted(batches) if batches[step].get("functions")]
-    if len(known) < FEWEST:
-        return
-    for name in batches[known[-1]]["weights"]:
-        alike = []
-        for step in known:
-            values = np.array(batches[step]["functions"].get(name, []), np.float64)
+    found: dict[str, list[tuple[int, bool]]] = {}
+    for step in sorted(batches):
+        line = batches.get(step, {})  # a damaged one is not there
+        for name in line.get("weights", ()):
+            values = np.array(line["functions"].get(name, ()), np.float64)
             groups = values[: len(values) // config.group_size * config.group_size]
             groups = groups.reshape(-1, config.group_size)
             groups = groups[~np.isnan(groups).any(-1)]
-            alike.append(len(groups) == 0 or bool((np.ptp(groups, -1) == 0).mean() > 0.98))
-        holds = Series(np.array(known), np.array(alike, np.float64))
+            alike = len(groups) == 0 or bool((np.ptp(groups, -1) == 0).mean() > 0.98)
+            found.setdefault(name, []).append((step, alike))
+    for name, flags in found.items():
+        if len(flags) < FEWEST:
+            continue
+        steps, values = np.array(flags).T
+        holds = Series(steps, values.astype(float))
         begun = holds.since(holds.smooth == 1)
         if begun is not None:
-            first = known[max(0, known.index(begun) - holds.window + 1)]
+            first = int(steps[max(0, list(steps).index(begun) - holds.window + 1)])
             yield Finding(
                 first,
                 f"from here on the reward {name} is the same for all completions of a prompt:"
@@ -282,4 +286,5 @@ def findings(
         return ()
     found.sort(key=lambda finding: finding.step)
     lines = [f"step {one.step}: {one.text}" for one in found]
-    return (*lines, f"jaxrl replay {run} --step {found[0].step} does that step again")
+    command = f"jaxrl replay {shlex.quote(run)} --step {found[0].step}"
+    return (*lines, f"{command} does that step again")

@@ -102,9 +102,6 @@ class BatchLines(Mapping[int, JsonObject]):
             return parse_json(self._lines[step])
         raise KeyError(step)
 
-    def __contains__(self, step: object) -> bool:
-        return step in self._lines
-
     def __iter__(self) -> Iterator[int]:
         return iter(self._lines)
 

@@ -232,9 +232,9 @@ class _Source:
                     f" ({'; '.join(texts)}). --step N replays one after {step}, from the"
                     " checkpoints since"
                 )
-        for step in range(start + 1, last + 1):
+        for step in range(start + (start > 0), last + 1):  # the row of step 0 is an evaluation
             for name, known in ((METRICS_FILE, self.rows), (BATCHES_FILE, self.batches)):
-                if step not in known:
+                if step not in known and (step or name == METRICS_FILE):
                     raise UserError(f"{steps}: {self.path / name} has no line for step {step}")
         if not self.config.streams:
             return

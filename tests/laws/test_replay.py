@@ -18,6 +18,7 @@ import jaxrl
 from jaxrl import Config, RunError, UserError, replay, train
 from jaxrl.config import cli
 from jaxrl.roles.rollout import Sampler
+from jaxrl.run.diagnosis import diagnose
 from jaxrl.run.record import StreamRecord, read_record
 from jaxrl.run.replay import main
 from jaxrl.types import StreamEvent, StreamEvents
@@ -227,7 +228,9 @@ def test_rewards_are_those_of_the_completions(trained: Path) -> None:
     [
         ("batches.jsonl", lambda x: [*x[:2], x[2][:9]], "has no line for step 3"),
         ("batches.jsonl", lambda x: [x[0], "[1]\n", *x[2:]], "has no line for step 2"),
+        ("batches.jsonl", lambda x: [*x[:2], '{"step": 3, "to}\n', x[3]], "has no line for step 3"),
         ("metrics.jsonl", lambda x: [*x[:3], *x[4:]], "has no line for step 3"),
+        ("metrics.jsonl", lambda x: x[1:], "has no line for step 0"),
     ],
 )
 def test_a_record_with_gaps_is_no_difference(
@@ -238,6 +241,7 @@ def test_a_record_with_gaps_is_no_difference(
     (tmp_path / "run" / name).write_text("".join(change(lines)))
     with pytest.raises(UserError, match=words):
         replay(tmp_path / "run")
+    assert diagnose(tmp_path / "run") == ()  # what a finished run asks must not end it
 
 
 def test_a_replay_that_ends_early_says_so(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
