@@ -45,6 +45,8 @@ from jaxrl.process.json_types import JsonObject
 _os_write, _unpickled = os.write, pickle.loads  # whatever the user's code puts in their place
 LOOK_S = 1.0
 """Seconds between two looks whether the run is still there, and how many processes there are."""
+DEAD_S = 5.0
+"""Longest wait for processes to be dead once they are killed; one that waits for a disk is not."""
 PRINTED_S = 0.25
 """Longest wait for the last of what the user's code printed."""
 OUTPUT_BYTES, OUTPUT_S = 1 << 14, 60.0
@@ -271,13 +273,18 @@ def _end(answers: int, how: str) -> None:
 
 def kill_family(guard: int) -> None:
     """Kills a guard and all processes below it, those that have left its group too, and those that
-    they start before they are dead."""
-    killed = set[psutil.Process]()
-    while found := set(family(guard)) - killed:
+    they start before they are dead. The guard comes last: nobody finds its orphans without it.
+
+    A list that is made while the guard kills and reaps too may lack the children of a process that
+    has just been reaped: nobody is left when two lists have shown nobody."""
+    empty, until = 0, time.monotonic() + DEAD_S
+    while empty < 2 and time.monotonic() < until:
+        found = family(guard)
         for process in found:
             with suppress(psutil.Error):
                 process.kill()
-        killed |= found
+        empty = 0 if found else empty + 1
+        time.sleep(0.001 if found else 0)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(guard, signal.SIGKILL)
 

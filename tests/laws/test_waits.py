@@ -129,6 +129,7 @@ SILENT = {
     ("process/user_code.py", "kill"): LOOKS,
     ("process/user_code.py", "_serve"): "the end of the pool, in its thread",
     ("process/user_process.py", "_watch"): LOOKS,
+    ("process/user_process.py", "kill_family"): "ends after DEAD_S",
     ("process/waiting.py", "_watch"): LOOKS,
     ("process/awake_clock.py", "watch"): LOOKS,
     ("profile/traces.py", "_finish"): ROLES,

@@ -321,23 +321,21 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
 def test_what_a_process_starts_before_it_is_dead_is_killed_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However often a family has grown since it was listed."""
+    """However often a family has grown since it was listed, and where a list lacks those whose
+    parent was reaped while it was made."""
     killed = list[int]()
 
     class Started(int):
         def kill(self) -> None:
             killed.append(self)
 
-    listed = iter([3, 3, 5, 6, 6])
-    monkeypatch.setattr(
-        user_process, "family", lambda guard: [Started(i) for i in range(next(listed))]
-    )
     monkeypatch.setattr(user_process.os, "killpg", lambda guard, number: killed.append(-guard))
-    user_process.kill_family(9)
-    assert killed == [0, 1, 2, -9]
-    killed.clear()
-    user_process.kill_family(9)
-    assert sorted(killed) == [-9, *range(6)] and killed[-1] == -9
+    for lists in ([], [[0, 1]], [[0], [0, 1], [2, 3]], [[0, 1], [], [2], [2, 3]]):
+        listed = iter([*lists, [], []])
+        monkeypatch.setattr(user_process, "family", lambda _, i=listed: [*map(Started, next(i))])
+        killed.clear()
+        user_process.kill_family(9)
+        assert killed == [*sum(lists, []), -9] and next(listed, None) is None
 
 
 def alive(pid: int) -> bool:
