@@ -360,7 +360,9 @@ def correction_of(config: Config) -> Correction | None:
 
 def objective_notes(config: Config) -> list[str]:
     """Lists notes on the objective for who reads the config."""
-    notes = ratio_notes(objective_of(config), config.updates_per_batch, config.policy.bypass)
+    parts = config.parts
+    updates = config.updates_per_batch // parts
+    notes = ratio_notes(objective_of(config), updates, config.policy.bypass, parts)
     usual = config.spec.minibatches
     if config.actor.minibatches is None and config.minibatches < usual:
         notes.insert(

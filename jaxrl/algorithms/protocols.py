@@ -44,7 +44,14 @@ P = ParamSpec("P")
 class ActorRole(Protocol):
     """Trains the policy: `roles.actor.Actor`."""
 
-    def update(self, rollout: Rollout, scores: RoleScores, step: int) -> Trained: ...
+    def update(
+        self,
+        rollout: Rollout,
+        scores: RoleScores,
+        step: int,
+        part: int = 0,
+        whole: Rollout | None = None,
+    ) -> Trained | None: ...
     def inspect(self, rollout: Rollout, scores: RoleScores | None) -> TokenValues: ...
     def publish(self, version: int) -> Weights: ...
     def publish_to_teacher(self, version: int) -> Weights: ...
@@ -96,6 +103,7 @@ class RolloutRole(SamplingRole, ReceivingRole, Protocol):
         attempt: int = 0,
         begun: Sequence[Completion] | None = None,
     ) -> Rollout: ...
+    def part(self, step: int, number: int) -> Rollout: ...
     def unfinished(self, saved: int) -> tuple[dict[int, Rollout], StreamEvents]: ...
     def follow(self, expected: Sequence[StreamEvent], exact: bool) -> None: ...
 
@@ -126,7 +134,7 @@ class RoleCalls:
     protocol: Any
     """Has its methods."""
     parts: int | None = None
-    """Slices of the rows of a batch that it scores, one in a call; None: whole batches."""
+    """Slices of the rows that it scores, one in a call; None: all at once."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Argument of its `score` -> the role whose scores of the batch that is."""
     publish: Callable[..., Weights] | None = None
@@ -146,13 +154,13 @@ def role_calls(config: Config) -> dict[str, RoleCalls]:
         "rollout": RoleCalls(RolloutRole, publish=ActorRole.publish),
         "teacher": RoleCalls(
             FollowingTeacherRole if follows else teacher,
-            config.teacher.num_microbatches,
+            config.slices("teacher") // config.parts,
             needs={"rewards": "reward"} if config.teacher_gets_feedback else {},
             publish=ActorRole.publish_to_teacher if follows else None,
             consumed=True,  # the largest scores there are
             concurrent=bool(config.served),
         ),
-        "reference": RoleCalls(ReferenceRole, config.reference.num_microbatches),
+        "reference": RoleCalls(ReferenceRole, config.slices("reference") // config.parts),
         "reward": RoleCalls(RewardRole),
         "grouper": RoleCalls(GrouperRole),
     }
@@ -172,7 +180,7 @@ def call_deadlines(config: Config) -> dict[str, float]:
         **dict.fromkeys(("publish", "publish_to_teacher", "load"), d.weight_sync),
         **dict.fromkeys(("save", "saved", "unfinished"), d.checkpoint),
         "export": d.export,
-        "generate": d.generate,
+        **dict.fromkeys(("generate", "part"), d.generate),
         "sample": d.evaluate,
         "score": d.score,
     }

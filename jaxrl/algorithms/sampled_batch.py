@@ -35,7 +35,7 @@ from jaxrl.rewards.batch_rewards import (
     OVERLONG,
     RewardReport,
     as_rewards,
-    reward_stats,
+    join_reports,
 )
 from jaxrl.runtime.worker import Future, done_future
 from jaxrl.sharding.reshard import join_parts
@@ -363,12 +363,9 @@ def refill_batch(sources: Sources, index: int) -> tuple[Future[Rollout], Future[
         ),
         student_topk=student_topk,
     )
-    # Metrics of all that was sampled, also of what was replaced; failures and seconds are added up.
-    metrics = reward_stats(
-        _join_groups(sampled, lambda report: report.rewards), _each_reward(sampled)
-    )
-    added = [name for name in reports[0].metrics if name not in metrics]
-    metrics |= {name: sum(report.metrics[name] for report in reports) for name in added}
+    # Metrics of all that was sampled, also of what was replaced.
+    everything = join_reports(reports, [len(rollout.completions) for rollout in rollouts])
+    metrics = dict(everything.metrics)
     metrics |= {"policy/refills": len(reports) - 1.0, "policy/prompts_replaced": float(len(others))}
     b = len(batch.group_ids)
     merged = RewardReport(
@@ -376,7 +373,7 @@ def refill_batch(sources: Sources, index: int) -> tuple[Future[Rollout], Future[
         _pad_rows(_join_groups(groups, lambda report: report.task), b, np.nan),
         {name: _pad_rows(values, b, np.nan) for name, values in _each_reward(groups).items()},
         metrics,
-        tuple(note for report in reports for note in report.notes),
+        everything.notes,
         tuple(g.report.messages[row] for g in groups for row in g.rows if g.report.messages),
         reports[0].weights,
     )

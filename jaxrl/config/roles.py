@@ -351,7 +351,8 @@ class ActorConfig(RoleConfig):
     is as long as the longest one of the batch. null: the whole minibatch."""
     minibatches: Annotated[Positive | None, UPDATES] = None
     """Optimizer updates per pass over a batch. null: the number in the algorithm's paper
-    (docs/reinforcement-learning.md), or the next smaller one that divides `batch_size`."""
+    (docs/reinforcement-learning.md), or the next smaller one that divides `batch_size`. With
+    schedule=streaming each minibatch is trained as soon as it is sampled."""
     epochs_per_batch: Annotated[Positive, UPDATES] = 1
     """Passes over each batch."""
     remat: Literal["none", "dots", "full"] = "full"

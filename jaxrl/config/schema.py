@@ -579,6 +579,45 @@ class Config(Section, metaclass=_Parsed):
     def updates_per_batch(self) -> int:
         return self.minibatches * self.actor.epochs_per_batch
 
+    @cached_property
+    def parts(self) -> int:
+        """Returns in how many parts a batch is sampled, scored and trained, each as soon as its
+        completions have ended: its minibatches where batches are streamed, else 1."""
+        return self.minibatches if self.streams and self.waits_for_batch is None else 1
+
+    def slices(self, role: str) -> int:
+        """Returns the number of slices in which a role scores a batch, the same of each part."""
+        asked = getattr(self.roles[role], "num_microbatches", 1)
+        return -(-asked // self.parts) * self.parts
+
+    @property
+    def waits_for_batch(self) -> str | None:
+        """Returns what needs a whole batch before its first minibatch; None: nothing does."""
+        p, d = self.policy, self.distill
+        others = d.seq_kd or d.on_policy_fraction < 1
+        for needed, why in (
+            (self.spec.method is not None, "the algorithm's own method"),
+            (
+                self.only_data or (not self.learns_from_rewards and others),
+                "what it does not sample",
+            ),
+            (self.teacher_follows, "teacher.model=policy"),
+            (bool(self.teachers), "teachers"),
+            (
+                self.learns_from_teacher and d.signal == "student_topk",
+                "distill.signal=student_topk",
+            ),
+            (self.batch_size % self.minibatches, "minibatches that do not divide batch_size"),
+            (self.actor.epochs_per_batch > 1, "actor.epochs_per_batch"),
+            (self.dynamic_sampling != "off", "policy.dynamic_sampling"),
+            (p.advantages == "similarity", "policy.advantages=similarity"),
+            (p.reward_combination == "normalize_then_sum", "policy.reward_combination"),
+            (self.spec.advantages is not None, "the algorithm's own advantages"),
+        ):
+            if needed:
+                return why
+        return None
+
     @property
     def correction(self) -> tuple[str, ...]:
         """Returns the names of the off-policy corrections."""

@@ -349,20 +349,26 @@ def make_objective(
     return Objective(own.run, level, chosen)
 
 
-def ratio_notes(objective: Objective, updates_per_batch: int, bypass: bool) -> list[str]:
+def ratio_notes(
+    objective: Objective, updates_per_batch: int, bypass: bool, parts: int = 1
+) -> list[str]:
     """Returns the reasons why the ratio, or a clip of it, would have no effect in a run.
 
     Args:
+        parts: how many parts of a batch are trained with so many updates of their own.
         bypass: the ratio is to the policy that sampled, and not to the one before the batch.
     """
     if bypass:
         return []
     if updates_per_batch == 1:
+        what, more = "batch", "actor.minibatches or actor.epochs_per_batch above 1 make more of it"
+        if parts > 1:
+            what = "minibatch, which is trained as soon as it is sampled"
+            more = "policy.bypass=true has the ratio to the policy that sampled"
         return [
-            "one update per batch: every ratio pi_theta / pi_old is 1, no clip or cap acts on it,"
+            f"one update per {what}: every ratio pi_theta / pi_old is 1, no clip or cap acts on it,"
             " and losses that differ in these alone have the same gradient, unless a correction"
-            " weighs tokens; actor.minibatches or actor.epochs_per_batch above 1 make more updates"
-            " of a batch"
+            f" weighs tokens; {more}"
         ]
     term = objective.term
     if objective.ratio == "token" or not isinstance(term, Clipped):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 
@@ -354,6 +354,55 @@ def reward_stats(total: np.ndarray, values: Mapping[str, np.ndarray]) -> dict[st
         if len(given) and name not in PENALTIES:
             row[f"reward/{name}/missing"] = float(np.isnan(given).mean())
     return row
+
+
+def join_reports(
+    reports: Sequence[RewardReport], counts: Sequence[int], rows: int | None = None
+) -> RewardReport:
+    """Returns the rewards of several rollouts as those of one that holds them all, in their order.
+    Failures and seconds are added up, other metrics are those of all completions.
+
+    Args:
+        counts: completions of each.
+        rows: B of the whole, with its padding; None: no padding.
+    """
+
+    def joined(of: Callable[[RewardReport], np.ndarray]) -> np.ndarray:
+        return np.concatenate([of(x)[:n] for x, n in zip(reports, counts, strict=True)])
+
+    def padded(of: Callable[[RewardReport], np.ndarray]) -> np.ndarray:
+        values = joined(of)
+        return values if rows is None else _padded(values, rows)
+
+    first, each = reports[0], dict[str, np.ndarray]()
+    for name in first.per_reward:
+        each[name] = padded(lambda report, name=name: report.per_reward[name])  # type: ignore[misc]
+    rewards, n = padded(lambda report: report.rewards), sum(counts)
+    metrics = reward_stats(rewards[:n], {name: values[:n] for name, values in each.items()})
+    added = [name for name in first.metrics if name not in metrics]
+    metrics |= {name: sum(report.metrics.get(name, 0.0) for report in reports) for name in added}
+    return RewardReport(
+        rewards,
+        padded(lambda report: report.task),
+        each,
+        metrics,
+        tuple(note for report in reports for note in report.notes),
+        tuple(line for report in reports for line in report.messages),
+        first.weights,
+    )
+
+
+def cut_report(report: RewardReport, begin: int, end: int, rows: int) -> RewardReport:
+    """Returns the rewards of the completions from `begin` to `end` as those of a rollout of so many
+    rows; the first have the metrics of all."""
+
+    def cut(values: np.ndarray) -> np.ndarray:
+        return _padded(values[begin:end], rows)
+
+    each = {name: cut(values) for name, values in report.per_reward.items()}
+    metrics = report.metrics if begin == 0 else {}
+    totals = cut(report.rewards), cut(report.task)
+    return RewardReport(*totals, each, metrics, (), weights=report.weights)
 
 
 def with_rewards(

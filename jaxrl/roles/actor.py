@@ -32,6 +32,7 @@ from jaxrl.models.kernels import GPU
 from jaxrl.models.lora import frozen_and_trained, join_adapters
 from jaxrl.models.packing import capacity_of, count_tokens, row_devices
 from jaxrl.models.parameters import Layout, Params, head_sharding
+from jaxrl.rewards.batch_rewards import join_reports
 from jaxrl.roles.declared import Program, Remedy, Resident, local_bytes
 from jaxrl.roles.microbatch import (
     cut_minibatches,
@@ -55,7 +56,15 @@ from jaxrl.runtime.worker import ask_to_stop, phase
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import abstract_mesh, is_primary
-from jaxrl.sharding.reshard import Rows, checksums, piece_programs, put, reshard, to_host
+from jaxrl.sharding.reshard import (
+    Rows,
+    checksums,
+    join_parts,
+    piece_programs,
+    put,
+    reshard,
+    to_host,
+)
 from jaxrl.types import (
     AlignedSignal,
     Array,
@@ -88,6 +97,38 @@ class Receiver:
     """None where the role is in another process."""
     sent: str
     """Name of the weights in the ledger until they are loaded."""
+
+
+@dataclass
+class _Learned:
+    """What the updates of a batch have reported so far."""
+
+    totals: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+    """Of the gradients."""
+    skipped: int = 0
+    empty: int = 0
+    """Updates in which no token trains."""
+    real: int = 0
+    computed: int = 0
+    """Tokens, with their padding."""
+    scores: list[RoleScores] = field(default_factory=list)
+    """Of the parts of the batch, where it has several; without the teacher's, which are large."""
+    rows: list[dict[str, np.ndarray]] = field(default_factory=list)
+    """The metrics of their completions."""
+
+
+def _join_scores(parts: Sequence[RoleScores], n: int, whole: Rollout) -> RoleScores:
+    """Returns the scores of a whole batch from those of its parts, each of n completions."""
+    rows, width = whole.sequences.loss_mask.shape
+    reports = [scores["reward"][0] for scores in parts]
+    found: dict[str, Any] = {"reward": [join_reports(reports, [n] * len(parts), rows)]}
+    if "reference" in parts[0]:
+        each = [np.asarray(scores["reference"])[:n] for scores in parts]
+        joined = np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in each])
+        found["reference"] = np.pad(joined, ((0, rows - len(joined)), (0, 0)))
+    return found
 
 
 class Actor:
@@ -132,12 +173,13 @@ class Actor:
         self._base, self._base_name, self._base_digest = base or {}, base_name, base_digest
         self._rollout_shardings, self._teacher = rollout_shardings, teacher
         self._skipped_in_a_row = 0
+        self._learned = _Learned()
         self._savings: dict[int, Saving] = {}
         """Step -> its save, until `saved` has waited for it."""
         c = config.actor
         o = config.optimizer
         updates = config.updates_per_batch
-        self._several_updates = updates > 1
+        self._several_updates = updates > config.parts
         rate = learning_rate(o, config.steps * updates)
         constant = o.lr_schedule == "constant" and not o.warmup_steps
         self._rate = rate if constant else jax.jit(rate)  # one program, not one an operation
@@ -167,8 +209,16 @@ class Actor:
         for resident in actor_residents(config):
             resident.keep(self)
 
-    def update(self, rollout: Rollout, scores: RoleScores, step: int) -> Trained:
-        """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each.
+    def update(
+        self,
+        rollout: Rollout,
+        scores: RoleScores,
+        step: int,
+        part: int = 0,
+        whole: Rollout | None = None,
+    ) -> Trained | None:
+        """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each. A
+        batch that comes in parts, in their order, is trained with one update of each.
 
         A non-finite gradient changes nothing, dumps the batch, and after `actor.max_nonfinite` such
         updates in a row ends the run. An update in which no token trains changes nothing either.
@@ -177,17 +227,21 @@ class Actor:
             scores: role -> the parts of its scores. Their arrays are `jax.Array`s on any mesh of
                 this worker, `Shards` or numpy arrays.
             step: number of the batch, from 0.
+            part: number of the part that `rollout` is, of `config.parts`.
+            whole: the whole batch, with its last part.
 
         Returns:
-            Metrics of the batch, and those of each row in the first pass over it.
+            Metrics of the batch, and those of each row in the first pass over it. None where
+            further parts of the batch follow.
         """
-        c = self.config.actor
+        c, several = self.config.actor, self.config.parts
+        learned = self._learned = _Learned() if part == 0 else self._learned
         batch, prepared = self._make_batch(rollout, scores)
         placed = self._place(batch)
         tokens = np.asarray(batch.sequences.mask).sum(-1)
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
         sequences = jax.tree.map(np.asarray, batch.sequences)
-        minibatches = self.config.minibatches
+        minibatches = self.config.minibatches // several
         unit = unit_rows(rollout.group_ids, minibatches)
         group = shared_group(sequences, unit, self.programs.budget)
         sequences = replace(sequences, group=group)
@@ -197,13 +251,8 @@ class Actor:
         if batch.advantages is not None and self._several_updates:
             wanted = np.where(tokens_of(in_policy, group) > 0, units, 0)
             placed = self._with_old_logprobs(placed, sequences, wanted, live)
-        totals: dict[str, list[tuple[float, float]]] = {}
-        largest: dict[str, float] = {}
         by_row: dict[str, np.ndarray] = {}
-        norms: list[float] = []
-        last: dict[str, float] = {}
-        skipped = empty = real = computed = planned = 0
-        devices = self._devices
+        planned, devices = 0, self._devices
         frozen = self._frozen_arrays()
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
@@ -215,62 +264,74 @@ class Actor:
             ]
             together = np.concatenate(cuts)
             size = capacity_of(sequences, devices, together)  # one program for all
-            all_updates = c.epochs_per_batch * len(parts)
-            real += int(count_tokens(sequences, devices, together)[0].sum())
-            computed += len(together) * devices.count * size[0]
+            all_updates = c.epochs_per_batch * len(parts) * several
+            learned.real += int(count_tokens(sequences, devices, together)[0].sum())
+            learned.computed += len(together) * devices.count * size[0]
             for number, (chosen, index) in enumerate(zip(parts, cuts, strict=True), 1):
                 # Fewer minibatches than planned are spread over the places of all, the last
                 # one at the last, so that the schedule ends with the last batch.
-                planned = (step * c.epochs_per_batch + epoch) * minibatches
+                planned = ((step * c.epochs_per_batch + epoch) * several + part) * minibatches
                 planned += -(-number * minibatches // len(parts)) - 1
                 read = {**frozen, PLANNED: put(np.int32(planned), self.programs.replicated)}
                 arguments = (self.state, read, placed, index, group, size)
                 with (
-                    phase(f"update {epoch * len(parts) + number}/{all_updates}"),
+                    phase(f"update {(epoch + part) * len(parts) + number}/{all_updates}"),
                     current().running(self.programs.update, *arguments),
                 ):
                     self.state, out = self.programs.update(*arguments)
                     del arguments
                     sums, maxima, per_row, last = jax.device_get(out)
                 if last["finite"]:
-                    norms.append(float(last["grad_norm"]))
+                    learned.norms.append(float(last["grad_norm"]))
                     self._skipped_in_a_row = 0
                 for name, pair in sums.items():
-                    totals.setdefault(name, []).append(pair)
+                    learned.totals.setdefault(name, []).append(pair)
                 for name, value in maxima.items():
-                    largest[name] = max(largest.get(name, 0.0), float(value))
+                    learned.largest[name] = max(learned.largest.get(name, 0.0), float(value))
                 for name, (total, count) in per_row.items() if epoch == 0 else ():
                     values = by_row.setdefault(name, np.full(len(lengths), np.nan))
                     real_rows = (index >= 0) & (count > 0)
                     values[index[real_rows]] = total[real_rows] / count[real_rows].astype(float)
-                empty += not last["trains"]
+                learned.empty += not last["trains"]
                 if not last["finite"]:
-                    skipped += 1
+                    learned.skipped += 1
                     self._skipped(placed, rows_of_groups(chosen, group), step)
-        self.version += 1
         current().drop("actor.batch")
+        if several > 1:
+            n = len(rollout.completions)
+            kept = {role: join_parts(scores[role]) for role in ("reference",) if role in scores}
+            learned.scores.append({**scores, **kept, "teacher": None})
+            learned.rows.append({name: values[:n] for name, values in by_row.items()})
+            if whole is None:
+                return None
+            batch, prepared = TrainBatch(whole.sequences), {}
+            if self.config.learns_from_rewards:
+                batch, prepared = self._prepare(whole, _join_scores(learned.scores, n, whole))
+            by_row = {name: np.concatenate([x[name] for x in learned.rows]) for name in by_row}
+        self.version += 1
         added = {
             name: (float(sum(p[0] for p in pairs)), float(sum(p[1] for p in pairs)))
-            for name, pairs in totals.items()
+            for name, pairs in learned.totals.items()
         }
         try:
-            metrics = prepared | self._finish(added, largest)
+            metrics = prepared | self._finish(added, learned.largest)
         except StopTraining as stop:  # the batch is trained: its row lacks these alone
             ask_to_stop(stop.from_code(f"algorithm: {self.config.algorithm}"))
             metrics = dict(prepared)
         updates = int(jax.device_get(self.state.updates))
         metrics |= {
-            "actor/grad_norm": float(np.mean(norms)) if norms else float("nan"),
+            "actor/grad_norm": float(np.mean(learned.norms or np.nan)),
             "actor/learning_rate": float(self._rate(planned)),
-            "actor/skipped_updates": float(skipped),
-            "actor/empty_updates": float(empty),
+            "actor/skipped_updates": float(learned.skipped),
+            "actor/empty_updates": float(learned.empty),
             "actor/tokens": float(np.asarray(batch.sequences.loss_mask).sum()),
-            "actor/padding": 1 - real / computed,
+            "actor/padding": 1 - learned.real / learned.computed,
             "optimizer_step": float(updates),
         }
-        learned = np.asarray(batch.sequences.loss_mask).sum(-1)
+        self._learned = _Learned()
+        tokens = np.asarray(batch.sequences.loss_mask).sum(-1)
         advantages = None if batch.advantages is None else np.asarray(batch.advantages)
-        return Trained(metrics, by_row, learned, advantages)
+        return Trained(metrics, by_row, tokens, advantages)
 
     def inspect(self, rollout: Rollout, scores: RoleScores | None) -> TokenValues:
         """Computes what the policy, as it is now, makes of the tokens of a batch; changes nothing.
@@ -605,7 +666,7 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
     """Yields the update, the log-probs before it, and the weights for the rollout."""
     c, m, mesh, role = run.config, run.shapes, run.meshes["actor"], "actor"
     programs = _declared_programs(_Learning.of(c), run.student, mesh, m.vocab)
-    n = m.padded_rows
+    n = m.trained_rows
     sequences = run.sequences(role, n)
     if m.recorded is not None:
         each = *sequences.tokens.shape, *m.recorded.shape
@@ -631,13 +692,13 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
         number,
         advantages=(number if c.token_advantages else run.array(*per_row)) if rewarded else None,
         ref_logprobs=number if c.loss_reads_reference else None,
-        old_logprobs=number if rewarded and c.updates_per_batch > 1 else None,
+        old_logprobs=number if rewarded and c.updates_per_batch > c.parts else None,
         in_policy=run.array(role, bool, n) if rewarded else None,
         teacher_weights=run.array(*per_row, m.new_tokens, len(c.teachers)) if taught else None,
     )
     group = m.shared_group
     units = n // group
-    shape = programs.micro_batch_shape(sequences, group, units // c.minibatches)
+    shape = programs.micro_batch_shape(sequences, group, units * c.parts // c.minibatches)
     place = run.array(role, jnp.int32, *shape, whole=True)
     state, base = programs.abstract_state(), programs.abstract_base()
     if base:
@@ -664,7 +725,7 @@ def actor_programs(run: RunArrays) -> Iterator[Program]:
                 whole = _head(model.vocab_size, model.d_model, dtype, mesh)
                 yield at_start("rows of the head", jitted, whole)
     if signal is not None and "teacher" in run.meshes:  # a batch's signal comes from there
-        parts, sent = c.teacher.num_microbatches, []
+        parts, sent = c.slices("teacher"), []
         size = run.scored("teacher", parts)[0]
         part = replace(signal, baseline=None) if isinstance(signal, AlignedSignal) else signal
         for leaf in jax.tree.leaves(part):

@@ -95,7 +95,7 @@ def reference_programs(run: RunArrays) -> Iterator[Program]:
     c, model, role = run.config, run.shapes.reference, "reference"
     temperature, chunk = c.sampling.temperature, c.distill.loss_chunk
     jitted = reference_program(model, run.meshes[role], temperature, chunk)
-    rows = run.scored(role, c.reference.num_microbatches)
+    parts = c.slices(role)
+    rows = run.scored(role, parts)
     given = (run.params(role, model), run.sequences(role, *rows))
-    parts = c.reference.num_microbatches
     yield Program(role, "score", jitted, given, "reference.score", calls=parts)

@@ -216,6 +216,8 @@ class Sampler:
         self._begun: dict[int, tuple[Sequence[Prompt], list[Future[Completion]], int]] = {}
         """Step -> of a batch that is being streamed: its prompts, its completions in order, and the
         first event since the batch before it was begun."""
+        self._parts: dict[int, tuple[Sequence[Prompt], list[Future[Completion]]]] = {}
+        """Step -> prompts and completions of a batch whose parts have not all been asked for."""
         d = config.deadlines
         slowest = d.generate + d.score + d.update + d.weight_sync + d.checkpoint
         self._log, self._next_first = StreamLog(slowest), 0
@@ -323,9 +325,29 @@ class Sampler:
         so_far: Sequence[Completion | None] = begun or [None] * len(requests)
         futures = list(map(self._stream.submit, requests, so_far))
         self._begun[step] = prompts, futures, self._next_first
+        if self.config.parts > 1:
+            self._parts[step] = prompts, futures
         self._next_first = self._log.count
         self._log.note("generate" if begun is None else BEGUN, step)
         value = partial(self._finished, step)
+        later: Any = Later(self._work_on, value, self._log.left)  # the worker waits for it
+        return later
+
+    def part(self, step: int, number: int) -> Rollout:
+        """Returns a part of the batch of a step, of `config.parts` with whole prompts in their
+        order, once its completions have ended. Each is asked for once, the last one last."""
+        prompts, futures = self._parts[step]
+        size = len(prompts) // self.config.parts
+        n, begin = self.config.group_size, number * size
+        own, mine = prompts[begin : begin + size], futures[begin * n : (begin + size) * n]
+        if number == self.config.parts - 1:
+            del self._parts[step]
+
+        def value() -> Rollout | None:
+            if not all(future.done() for future in mine):
+                return None
+            return self._pack(own, self._by_prompt([future.result() for future in mine]))
+
         later: Any = Later(self._work_on, value, self._log.left)  # the worker waits for it
         return later
 
@@ -584,6 +606,14 @@ def rollout_notes(run: RunShapes) -> Iterator[str]:
             f"sampling: rollout.cache_tokens={tokens}: a device's {pages} pages of {PAGE} tokens"
             f" take {paged:.2f} GB; its {slots} slots with {positions} tokens each would"
             f" take {whole:.2f} GB. {room}; where pages run out, the youngest sample waits"
+        )
+    if c.streams and c.minibatches > 1:
+        yield (
+            f"schedule=streaming: each of the {c.parts} minibatches, of prompts in their order,"
+            " is scored and trained as soon as its completions have ended"
+            if c.waits_for_batch is None
+            else "schedule=streaming: a batch is scored and trained once all its completions have"
+            f" ended, since {c.waits_for_batch} needs the whole batch"
         )
     if c.group_size > 1 and not c.only_data:
         yield (

@@ -246,6 +246,8 @@ class RunShapes:
         # With its padding, so that every mesh divides it.
         multiple = math.lcm(*(sizes.rows for sizes in self.axes.values()))
         self.padded_rows = -(-self.sequences // multiple) * multiple
+        # Of what the actor is given at once.
+        self.trained_rows = -(-self.sequences // (config.parts * multiple)) * multiple
         # Whether the teacher reads completions in its own tokens.
         self.aligned = self.teacher is not None and config.teacher.tokenizer == "own"
         self.teacher_widths = [model.d_model for model in inputs.teachers]
@@ -358,7 +360,7 @@ class RunShapes:
             calls, remat = count * self.config.updates_per_batch, actor.remat
             layers, heads = 3 if remat == "full" else 2, 2 if remat == "none" else 3
             return Passes(calls, rows, layers, heads, RECOMPUTED[remat], actor.epochs_per_batch)
-        parts = getattr(self.config.roles[role], "num_microbatches", 1)
+        parts = self.config.slices(role)
         return Passes(parts, -(-self.rows(role, self.sequences) // parts))
 
     @property

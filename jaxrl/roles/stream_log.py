@@ -84,15 +84,17 @@ class StreamLog:
         none.
 
         Args:
-            method: of the next call, None where it has not come yet. Another one than is expected
-                waits for nothing, and `note` then finds it.
+            method: of the next call, None where it has not come yet. One that changes nothing waits
+                for nothing, nor does another one than is expected, which `note` then finds.
         """
+        if method is not None and method not in METHODS.values():
+            return 0
         expected = StreamEvent("load", 0, 0) if self._saved else None
         if self._expected:
             expected = self._expected[0]
         if expected is None:  # what a run had in flight at the end of its record ended there
             return 1 if self._exact else None
-        if method in METHODS.values() and method != METHODS.get(expected.call):
+        if method is not None and method != METHODS.get(expected.call):
             return None
         left = max(expected.launches - self._launches, 0)
         if left:

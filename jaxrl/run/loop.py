@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,7 @@ from jaxrl.algorithms.schedule import Action, Schedule, staleness_of
 from jaxrl.checkpoint.writer import CheckpointWriter, PendingResult
 from jaxrl.config.schema import Config
 from jaxrl.errors import Stopped
+from jaxrl.rewards.batch_rewards import cut_report
 from jaxrl.roles.stream_log import BEGUN, METHODS
 from jaxrl.run.record import following
 from jaxrl.run.reporting import Futures, Run
@@ -75,8 +77,9 @@ class Calls:
         """Kind, row and future of the calls that may not have ended."""
         self.kind, self.row = "publish", 0
         """What the next calls belong to: `generate`, `score`, `train` or `publish`, as the action,
-        or `save`; and the row of metrics. Row v is of the batch that makes version v, and of what
-        follows on that version (publishing, evaluation)."""
+        `go on` for further parts of a batch that is being trained, or `save`; and the row of
+        metrics. Row v is of the batch that makes version v, and of what follows on that version
+        (publishing, evaluation)."""
         self.call: protocols.CallRole = self._send
         """Calls a role; raises Stopped for a call that the run no longer needs."""
 
@@ -144,21 +147,32 @@ class BatchCalls:
     what follows on that version."""
 
     rollout: Future[Rollout] | None = None
+    parts: Sequence[Future[Rollout]] = ()
+    """Those that are scored and trained one after the other (`Config.parts`); none where the batch
+    is one."""
     scores: dict[str, Sequence[Future[object]]] = field(default_factory=dict)
     """Role -> one future for each part of its scores."""
-    update: Future[Trained] | None = None
+    updates: list[Future[Trained | None]] = field(default_factory=list)
+    """One for each of the `parts`; the last has the metrics of the batch."""
     after: dict[str, Future[Any]] = field(default_factory=dict)
     """`publish.ROLE`, `load.ROLE` and `eval.ROLE` of the version."""
 
     def futures(self) -> Futures:
         """Returns all of them by name. The last part of each role's scores is `score.ROLE`, the
-        earlier parts are `score.ROLE.0` and so on."""
-        batch = {"rollout": self.rollout, "update": self.update}
-        found = {name: call for name, call in batch.items() if call is not None} | self.after
-        for role, parts in self.scores.items():
-            found |= {f"score.{role}.{i}": part for i, part in enumerate(parts[:-1])}
-            found[f"score.{role}"] = parts[-1]
+        earlier parts are `score.ROLE.0` and so on; `rollout`, the whole batch, and `update`
+        likewise."""
+        found: dict[str, Future[Any]] = {}
+        if self.rollout is not None:
+            found |= _by_name("rollout", [*self.parts, self.rollout])
+        found |= _by_name("update", self.updates) | self.after
+        for role, of_role in self.scores.items():
+            found |= _by_name(f"score.{role}", of_role)
         return found
+
+
+def _by_name(name: str, calls: Sequence[Future[Any]]) -> dict[str, Future[Any]]:
+    earlier = {f"{name}.{i}": call for i, call in enumerate(calls[:-1])}
+    return earlier | ({name: calls[-1]} if calls else {})
 
 
 @dataclass(frozen=True)
@@ -270,7 +284,8 @@ class Loop:
                 self.rows[0].after[f"eval.{role}"] = asked
             return
         self._saved = self.calls.submitted = step
-        begun = [index for index, rollout in rollouts.items() if _is_unfinished(rollout)]
+        several = self.config.parts > 1  # the sampler makes the parts
+        begun = [i for i, rollout in rollouts.items() if several or _is_unfinished(rollout)]
         self.calls.kind, self.calls.row = "publish", step
         if stream is not None:
             same = () if self.reporter.folder.changed else stream.before
@@ -288,11 +303,19 @@ class Loop:
                 prompts, sampled = self.sources.prompts(index), rollout.completions
                 generate = protocols.RolloutRole.generate
                 made = self.calls.call("rollout", generate, prompts, step=index, begun=sampled)
-            self.rows[index + 1].rollout = made
+            self._take_batch(index, made)
         self.calls.kind, self.calls.row = "publish", step
         self._evaluate(step, not evaluated)
         self._reported = step
         self.reporter.amend(step, self.rows.pop(step, BatchCalls()).futures())
+
+    def _take_batch(self, index: int, rollout: Future[Rollout]) -> None:
+        """Takes a batch that is being sampled, and asks for its parts."""
+        batch, count = self.rows[index + 1], self.config.parts
+        batch.rollout = rollout
+        if count > 1:
+            ask = partial(self.calls.call, "rollout", protocols.RolloutRole.part)
+            batch.parts = [ask(index, number) for number in range(count)]
 
     def _repeat(self, expected: Sequence[StreamEvent]) -> None:
         """Has calls of the rollout be followed by those of checkpoints that a record has there: of
@@ -317,29 +340,56 @@ class Loop:
         batch = self.rows[calls.row]
         with nullcontext() if self.around is None else self.around(action):
             if action.kind == "generate":
-                batch.rollout = self._method.completions(self.sources, index)
+                self._take_batch(index, self._method.completions(self.sources, index))
             elif action.kind == "score":
-                scores = self.sources.early_scores.pop(index, {})
+                early = self.sources.early_scores.pop(index, {})
                 assert batch.rollout is not None
-                for role in self._scorers:
-                    if role not in scores:
-                        scores[role] = self.sources.scores(role, batch.rollout, scores)
-                batch.scores = {role: scores[role] for role in self._scorers}
+                of_parts = [dict(early)] if not batch.parts else self._cut(early, len(batch.parts))
+                for part, scores in zip(batch.parts or [batch.rollout], of_parts, strict=True):
+                    for role in self._scorers:
+                        if role not in scores:
+                            scores[role] = self.sources.scores(role, part, scores)
+                batch.scores = {
+                    role: [call for scores in of_parts for call in scores[role]]
+                    for role in self._scorers
+                }
             elif action.kind == "train":
                 assert batch.rollout is not None
-                scores = {}
-                for role, parts in batch.scores.items():
-                    # The teacher's, the largest, are freed once the actor has them.
-                    consumed = self._roles[role].consumed
-                    scores[role] = [p.consume() for p in parts] if consumed else parts
-                batch.update = calls.call(
-                    "actor", protocols.ActorRole.update, batch.rollout, scores, step=index
-                )
+                each = batch.parts or [batch.rollout]
+                for number, rollout in enumerate(each):
+                    scores = {}
+                    for role, of_batch in batch.scores.items():
+                        size = len(of_batch) // len(each)
+                        parts = of_batch[number * size : (number + 1) * size]
+                        # The teacher's, the largest, are freed once the actor has them.
+                        consumed = self._roles[role].consumed
+                        scores[role] = [p.consume() for p in parts] if consumed else parts
+                    calls.kind = "go on" if number else "train"
+                    update = protocols.ActorRole.update
+                    how: Any = {"step": index}
+                    if batch.parts:
+                        last = rollout is each[-1]
+                        how |= {"part": number, "whole": batch.rollout if last else None}
+                    batch.updates.append(calls.call("actor", update, rollout, scores, **how))
                 if self.until is None and self.checkpoints.due(index + 1):
                     self.save(index + 1)
             else:
                 self._publish(index)
                 self._evaluate(index)
+
+    def _cut(
+        self, early: Mapping[str, Sequence[Future[Any]]], count: int
+    ) -> list[dict[str, Sequence[Future[Any]]]]:
+        """Returns rewards that are known of a whole batch as those of each of its parts."""
+        n, multiple = self.config.batch_rows // count, self.sources.packing.get("row_multiple", 1)
+        rows = -(-n // multiple) * multiple
+        return [
+            {
+                role: [done_future(cut_report(of_batch[0].result(), i * n, (i + 1) * n, rows))]
+                for role, of_batch in early.items()
+            }
+            for i in range(count)
+        ]
 
     def _due(self, version: int) -> bool:
         return bool(self.sources.held_out) and evaluates(self.config, version)

@@ -42,7 +42,7 @@ from jaxrl.run.record import (
     read_record,
     recorded_rewards,
 )
-from jaxrl.run.reporting import Run
+from jaxrl.run.reporting import Run, rewards_of
 from jaxrl.run.run_dir import SESSIONS_FILE, changes_of, sessions
 from jaxrl.runtime.worker import Future, done_future
 from jaxrl.telemetry.metrics import METRICS_FILE, find_metric, read_metrics
@@ -407,10 +407,13 @@ def _look(loop: Loop, index: int) -> BatchByHand:
     assert made.rollout is not None
     calls.kind = "score"
     scores = {role: list(parts) for role, parts in made.scores.items()}
+    if made.parts:  # it is looked at before the first one is trained
+        report = rewards_of(calls.wait(made.rollout), made.futures())
+        scores |= {"reward": [done_future(report)]}
     values = {index: calls.wait(calls.call("actor", ActorRole.inspect, made.rollout, scores))}
     calls.kind = "train"
     owner = _Owner(index, loop.config, loop.reporter.job.tokenizer)
-    batch = BatchByHand(index + 1, owner, made.rollout, {}, (), made.scores, _values=values)
+    batch = BatchByHand(index + 1, owner, made.rollout, {}, (), scores, _values=values)
     _ = batch.rollout, batch.advantages  # while the workers that made them are there
     return batch
 

@@ -33,7 +33,7 @@ from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.json_types import JsonObject
 from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
 from jaxrl.profile.waits import union
-from jaxrl.rewards.batch_rewards import RewardReport
+from jaxrl.rewards.batch_rewards import RewardReport, join_reports
 from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.evaluation import evaluation_row, judged
 from jaxrl.run.job import Job
@@ -268,7 +268,8 @@ class Run:
             if self.stream is not None and rollout.events is not None:
                 self.stream.add(rollout.events)
             sampled = rollout.policy_version >= 0 or rollout.decode_steps > 0  # else they are data
-            row = self._batch(rollout, sampled, futures) | trained.metrics
+            report = rewards_of(rollout, futures)
+            row = self._batch(rollout, sampled, report, futures) | trained.metrics
         row |= self._version(step, futures)
         for future in futures.values():
             if future.times.made_s is not None:
@@ -307,13 +308,12 @@ class Run:
                 row["stream/read_again"] = float(rollout.read_again)
         begin, end = self._last, futures["update"].times.finished
         if begin is None:
-            begin = futures["rollout"].times.started
+            begin = _all(futures, "rollout")[0].times.started
         assert begin is not None and end is not None, "both calls have ended"
         row["time/step_s"], self._last = end - begin, end
         row["time/waiting_s"] = end - begin - self._worked(begin, end)
         self.first_step_at = self.first_step_at or end
         row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
-        report = futures["score.reward"].result() if "score.reward" in futures else None
         events = None if self.stream is None else self.stream.lines
         self.recorded = batch_record(step, rollout, report, events)
         self.batches.append([json.dumps(self.recorded)])
@@ -401,7 +401,9 @@ class Run:
     def _stop(self, stop: StopTraining, by: str) -> None:
         self.stopped = self.stopped or stop.from_code(by)
 
-    def _batch(self, rollout: Rollout, sampled: bool, futures: Futures) -> dict[str, float]:
+    def _batch(
+        self, rollout: Rollout, sampled: bool, report: RewardReport | None, futures: Futures
+    ) -> dict[str, float]:
         """Computes the metrics of sampling, also of what is not in the batch, and of scoring, with
         the times of the calls; where nothing is sampled, the data has the completions."""
         prompts = len(np.unique(rollout.group_ids[rollout.group_ids >= 0]))
@@ -418,8 +420,8 @@ class Run:
             "tokens/prompts": float(sum(asked.values()) + counts.prompt_tokens),
             "tokens/generated": float(counts.generated * sampled),
             "rollout/decode_steps": float(rollout.decode_steps),
-            "time/rollout_s": futures["rollout"].times.seconds,
-            "time/update_s": futures["update"].times.seconds,
+            "time/rollout_s": sum(part.times.seconds for part in _all(futures, "rollout")),
+            "time/update_s": sum(part.times.seconds for part in _all(futures, "update")),
         }
         by_source: dict[str, list[tuple[int, bool]]] = {}
         for prompt, completion in zip(rollout.prompts, rollout.completions, strict=False):
@@ -449,21 +451,16 @@ class Run:
                     f" have no reward; the first, {counts.failure}"
                 )
         for role, name in SCORED.items():
-            parts = [x for key, x in futures.items() if key.split(".")[:2] == ["score", role]]
+            parts = _all(futures, f"score.{role}")
             if parts:
                 row[f"time/{name}_s"] = sum(part.times.seconds for part in parts)
             if parts and role in self.scorers:
-                rewards = futures.get("score.reward")
-                messages = rewards.result().messages if rewards is not None else ()
+                messages = () if report is None else report.messages
                 row |= self.scorers[role](rollout, len(parts), messages)
-        for key in ("score.reward", "score.grouper"):
-            if key not in futures:
-                continue
-            report = futures[key].result()
-            for note in report.notes:
-                self.notify(note)
-            row |= getattr(report, "metrics", {})
-        return row
+        embedded = [part.result() for part in _all(futures, "score.grouper")]
+        for note in (note for one in (report, *embedded) if one is not None for note in one.notes):
+            self.notify(note)
+        return row | dict({} if report is None else report.metrics)
 
     def _version(self, version: int, futures: Futures) -> dict[str, float]:
         """Returns the metrics of what followed on a version: the weight syncs to the rollout and to
@@ -525,6 +522,20 @@ class Run:
             span = (f"write {written.step}", written.started, written.finished)
             self.timeline.span("checkpoints", *span, bytes=written.nbytes)
         return row
+
+
+def _all(futures: Futures, name: str) -> list[Future[Any]]:
+    """Returns the parts of what has a name, in their order."""
+    return [x for key, x in futures.items() if name in (key, key.rpartition(".")[0])]
+
+
+def rewards_of(rollout: Rollout, futures: Futures) -> RewardReport | None:
+    """Returns the rewards of a batch, which its parts may have got one after the other."""
+    reports = [part.result() for part in _all(futures, "score.reward")]
+    if len(reports) < 2:
+        return reports[0] if reports else None
+    counts = [len(rollout.completions) // len(reports)] * len(reports)
+    return join_reports(reports, counts, len(rollout.group_ids))
 
 
 def _training(trained: Trained, report: RewardReport | None, row: int) -> Training:

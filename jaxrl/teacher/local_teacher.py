@@ -473,7 +473,7 @@ def teacher_metrics(
 def teacher_programs(run: RunArrays) -> Iterator[Program]:
     """Yields scoring by each teacher, what makes one signal of several, and sampling."""
     c, m, role = run.config, run.shapes, "teacher"
-    parts = c.teacher.num_microbatches
+    parts = c.slices("teacher")
     combines = bool(c.teachers) and c.mixture is not None and c.distill.signal != "hidden"
 
     def stage(name: str, call: str = "score") -> str:

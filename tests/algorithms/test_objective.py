@@ -40,7 +40,7 @@ from jaxrl.losses.divergence import EntropyAware
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import pack_streams
 from jaxrl.models.parameters import param_shardings
-from jaxrl.rewards.batch_rewards import RewardReport
+from jaxrl.rewards.batch_rewards import RewardReport, cut_report
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.reference import Reference
 from jaxrl.types import (
@@ -735,6 +735,58 @@ def updated(tmp_path, cfg, shape=(1, 1, 1), given=None):
     one = actor(cfg, make_mesh(*shape), tmp_path)
     report = one.update(rollout(), given or everything(cfg), step=0).metrics
     return jax.device_get(one.state.params), report
+
+
+def test_a_batch_in_parts_takes_the_steps_of_batches_of_these(tmp_path):
+    """And reports what the whole batch would have."""
+    plain = ["schedule=streaming", "reward.truncated=mask", "optimizer.lr_schedule=constant"]
+    plain += ["policy.kl_coef=0.1", "policy.reward_kl_coef=0.1"]
+    of_parts = config("gspo", *plain, f"batch_size={GROUPS}", f"actor.minibatches={GROUPS}")
+    of_one = config("gspo", *plain, "batch_size=1", "actor.minibatches=1")
+    assert (of_parts.parts, of_one.parts) == (GROUPS, 1)
+    mesh = make_mesh(1, 1, 1)
+    parts, ones = (actor(cfg, mesh, tmp_path) for cfg in (of_parts, of_one))
+    prompts, groups = completions()
+    (report,) = scores()["reward"]
+    logprobs = policy_logprobs() + 0.1
+    for i in range(GROUPS):
+        own = prompts[i : i + 1], groups[i : i + 1]
+        part = make_rollout(*own, policy_version=0, pad_id=0, row_multiple=8, **WIDTHS)
+        rows, width = part.sequences.loss_mask.shape
+        said = {
+            "reward": [cut_report(report, i * G, (i + 1) * G, rows)],
+            "reference": [np.pad(logprobs[i * G : (i + 1) * G, :width], ((0, rows - G), (0, 0)))],
+        }
+        whole = rollout() if i == GROUPS - 1 else None
+        trained = parts.update(part, said, step=0, part=i, whole=whole)
+        assert (trained is None) == (whole is None) and parts.version == (whole is not None)
+        ones.update(part, said, step=i)
+    state, expected = (jax.device_get(one.state) for one in (parts, ones))
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+    batch, told = prepare_rewarded(of_parts)(rollout(), scores(reference=[logprobs]))
+    assert told.items() <= trained.metrics.items()
+    made = trained.metrics["optimizer_step"] + trained.metrics["actor/empty_updates"]
+    assert made == GROUPS > trained.metrics["optimizer_step"]
+    np.testing.assert_array_equal(trained.advantages, batch.advantages)
+    np.testing.assert_array_equal(trained.learned, batch.sequences.loss_mask.sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("policy.dynamic_sampling=drop", "dynamic_sampling"),
+        ("policy.reward_combination=normalize_then_sum", "reward_combination"),
+        ("actor.epochs_per_batch=2", "epochs_per_batch"),
+        ("batch_size=7", "do not divide"),
+        ("schedule=serial", None),
+    ],
+)
+def test_what_needs_the_whole_batch_waits_for_it(key, why):
+    asked = ["schedule=streaming", "batch_size=8", "actor.minibatches=4"]
+    assert config("gspo", *asked).parts == 4
+    cfg = config("gspo", *asked, key)
+    assert cfg.parts == 1
+    assert why is None or why in cfg.waits_for_batch
 
 
 CUT = [*ALL_TERMS, *LEFT_OUT, "optimizer.name=sgd", "optimizer.learning_rate=1"]

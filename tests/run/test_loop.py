@@ -451,5 +451,5 @@ def test_notes_on_a_batch_are_told_also_without_an_environment():
     job = SimpleNamespace(config=Config.load("builtin:quickstart"), train=train)
     reporter = SimpleNamespace(job=job, scorers={}, notify=told.append)
     futures = {"rollout": timed, "update": timed}
-    Run._batch(reporter, replace(rollout, notes=("a note",)), False, futures)
+    Run._batch(reporter, replace(rollout, notes=("a note",)), False, None, futures)
     assert told == ["a note"]
