@@ -201,9 +201,10 @@ class Completion(_Tokenized):
     """Why the environment could not go on, "timeout: " or "exception: " first; such an episode has
     no reward."""
     experts: np.ndarray | None = None
-    """[n, L, k] int8 or int16: the experts that the sampler's tokens passed in each layer of a
-    mixture, prompt first, n = len(prompt) + len(tokens) - 1: the last token is never read. None:
-    not recorded (`policy.router_replay`)."""
+    """[n, L, k] int8 or int16: the experts that each token passed in each layer of a mixture as the
+    next one was sampled, prompt first, n = len(prompt) + len(tokens) - 1: the last token is never
+    read. -1 before what an environment said. None: not recorded (`policy.router_replay`), or not
+    begun."""
     opening: str = ""
     """What opened thoughts just before `text`: at the end of the prompt, or of an environment's
     answer. "" where nothing did."""

@@ -412,8 +412,10 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     if rollout.student_topk is not None:
         arrays["student_topk"] = np.asarray(rollout.student_topk)[: len(completions)]
     if rollout.experts is not None:
-        recorded = [c.experts for c in completions if c.experts is not None]
-        arrays["experts"] = np.concatenate(recorded)
+        # Of a completion that was not begun, each is -1.
+        pairs = zip(rollout.experts, rollout.sequences.mask, strict=True)
+        recorded = [chosen[mask][:-1] for chosen, mask in pairs]
+        arrays["experts"] = np.concatenate(recorded[: len(completions)])
     np.savez(path, allow_pickle=False, **arrays)
 
 

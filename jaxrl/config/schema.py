@@ -652,18 +652,11 @@ def _run_rules(c: Config) -> Iterator[Rule]:
         "the lag of another schedule is fixed",
         "schedule=streaming, or staleness=1",
     )
-    why, instead = "a checkpoint cannot hold {} yet", "schedule=one_step_off"
     yield (
         c.streams and c.environment.name is not None,
         "schedule environment.name",
-        why.format("an unfinished episode"),
-        instead,
-    )
-    yield (
-        c.streams and c.policy.router_replay,
-        "schedule policy.router_replay",
-        why.format("the experts of an unfinished completion"),
-        instead,
+        "a checkpoint cannot hold an unfinished episode yet",
+        "schedule=one_step_off",
     )
     d, own = c.distill, c.spec.signal is not None
     yield (

@@ -109,11 +109,10 @@ def make_rollout(
     sizes = np.array([*map(len, completions)], int)
     group_ids[: len(row_prompts)] = np.repeat(np.arange(len(prompts)), sizes)
     experts = None  # [B, T, L, k]: those that the completions recorded, -1 elsewhere
-    recorded = [completion.experts for completion in row_completions]
-    if recorded and (first := recorded[0]) is not None:
-        experts = np.full((*sequences.tokens.shape, *first.shape[1:]), -1, first.dtype)
-        for row, own in enumerate(recorded):
-            assert own is not None, "of all completions of a batch or of none"
+    for row, completion in enumerate(row_completions):
+        if (own := completion.experts) is not None:
+            if experts is None:
+                experts = np.full((*sequences.tokens.shape, *own.shape[1:]), -1, own.dtype)
             start = int(np.argmax(sequences.mask[row]))
             experts[row, start : start + len(own)] = own
     return Rollout(

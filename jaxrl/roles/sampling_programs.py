@@ -235,7 +235,8 @@ def engine_programs(
         most = engine.max_new_tokens
         longest = engine.prompt_width(engine.max_prompt_tokens + most, beyond=most)
         arrays, held = (params, whole(shards, longest), whole(shards)), (shared, slots)
-        yield program("read again", decode.prefill_prompts, *arrays, beside=held, calls=0)
+        how = {"beside": held, "calls": 0, "record": record}
+        yield program("read again", decode.prefill_prompts, *arrays, **how)
         copies = slots, shared, cache(shards, longest)
         targets = whole(shards), whole(shards), whole(shards, pages_of(longest))
         arrays = *copies, *targets

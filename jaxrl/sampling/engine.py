@@ -58,7 +58,7 @@ from jaxrl.sampling.partial_completion import (
     until_stop,
 )
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
-from jaxrl.sampling.slots import PROMPTS, PagePool, PromptRows, Slots, pages_of, pool_pages
+from jaxrl.sampling.slots import PagePool, PromptRows, Slots, pages_of, pool_pages
 from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
@@ -457,7 +457,7 @@ class _Decoding:
         self.width = self.prefill_batch = 0
         self.episodes = False
         self.prompt_experts: dict[int, np.ndarray] = {}
-        """[len(prompt) - 1, L, k] of the prompts whose samples are being seated, where experts are
+        """[len(prompt) - 1, L, k] of the prompts in rows, as they were read, where experts are
         recorded."""
         self.unsearched: list[tuple[PartialCompletion, int]] = []
         """Samples with tokens not yet searched for stop strings, each with its number of tokens
@@ -612,13 +612,6 @@ class _Decoding:
                     for i, (_, prompt) in enumerate(part):
                         self.prompt_experts[prompt] = by_prompt[shard, i, : len(texts[prompt]) - 1]
             self.engine.stats.prefill_rows += sum(map(len, chosen))
-        if self.record:
-            for sample in fresh:
-                if not sample.experts:  # it may have lost its slot before it had a token
-                    sample.experts.append(self.prompt_experts[sample.prompt])
-            # Samples wait in the order of their prompts.
-            kept = range(slots.queue[0].prompt if slots.queue else PROMPTS, PROMPTS)
-            self.prompt_experts = {n: x for n, x in self.prompt_experts.items() if n in kept}
         if preempted and self.pool is not None:
             self._recompute(preempted, rows)
         elif preempted:
@@ -626,6 +619,12 @@ class _Decoding:
             known = {sample.prompt for sample in preempted} & set(unfilled.values())
             self.engine.stats.recomputed += sum(len(texts[prompt]) for prompt in known)
             self.engine.stats.recomputed += sum(len(sample.tokens) for sample in preempted)
+        if self.record:
+            for sample in fresh:
+                sample.experts = [self.prompt_experts[sample.prompt]]
+            # Those of the prompts whose keys and values a sample may find in their rows.
+            kept = set(slots.prompts.tolist())
+            self.prompt_experts = {n: x for n, x in self.prompt_experts.items() if n in kept}
         jax.block_until_ready(self.prompt_cache)
         self.engine.stats.prefill_seconds += time.perf_counter() - started
 
@@ -648,13 +647,14 @@ class _Decoding:
             tokens, lengths = np.zeros((shards, width), np.int32), np.ones(shards, np.int32)
             where, starts = np.full(shards, -1, np.int32), np.zeros(shards, np.int32)
             pages = np.full((shards, pages_of(width)), -1, np.int32)
-            others: list[PartialCompletion] = []
+            placed, others = dict[int, PartialCompletion](), list[PartialCompletion]()
             for sample in preempted:
                 assert sample.slot is not None
                 shard, prompt = sample.slot // self.slots.per_shard, sample.request.prompt
-                if pages[shard, 0] >= 0:
+                if shard in placed:
                     others.append(sample)
                     continue
+                placed[shard] = sample
                 read = np.concatenate([prompt, sample.tokens[:-1]])
                 tokens[shard, : len(read)], lengths[shard] = read, len(read)
                 starts[shard] = len(prompt) - 1
@@ -662,15 +662,20 @@ class _Decoding:
                 pages[shard, : len(filled)] = filled
                 where[shard] = rows.pop((shard, sample.prompt), -1)
             arguments = (*self.on, self.params, tokens, lengths)
-            with self.ledger.running(decode.prefill_prompts, *arguments):
-                again, _ = decode.prefill_prompts(*arguments)
+            with self.ledger.running(decode.prefill_prompts, *arguments, record=self.record):
+                again, experts = decode.prefill_prompts(*arguments, record=self.record)
             self.ledger.put(CACHE, (self.cache, self.prompt_cache, again))
             caches = self.cache, self.prompt_cache, again
             self.cache, self.prompt_cache = decode.insert_recomputed(
                 *self.on, *caches, where, starts, pages
             )
             self.ledger.put(CACHE, (self.cache, self.prompt_cache))
-            self.engine.stats.recomputed += int(lengths[pages[:, 0] >= 0].sum())
+            if experts is not None:
+                of_rows = np.asarray(experts)
+                for shard, sample in placed.items():
+                    of_prompt = of_rows[shard, : len(sample.request.prompt) - 1].copy()
+                    self.prompt_experts[sample.prompt] = of_prompt
+            self.engine.stats.recomputed += int(lengths[list(placed)].sum())
             preempted = others
 
     def _launch(self) -> int:

@@ -150,6 +150,9 @@ class PartialCompletion:
         logprobs = np.array([begun.logprobs, begun.sampler_logprobs], np.float32)
         self.drawn = [np.stack([np.array(begun.tokens, np.int32), *logprobs.view(np.int32)], 1)]
         self.versions = list(begun.versions)
+        if begun.experts is not None:
+            read = len(self.request.prompt) - 1
+            self.experts = [begun.experts[:read], begun.experts[read:]]
 
     def continue_with(self, version: int) -> None:
         """Notes the version of the weights that the next token is sampled with."""

@@ -24,6 +24,7 @@ from runs import (
     SHORT,
     environment,
     numbers,
+    save_model,
     save_pair,
     start,
     wait_for,
@@ -33,6 +34,7 @@ from runs import (
 import jaxrl
 from jaxrl import Config, UserError, train
 from jaxrl.checkpoint.writer import load_rollout
+from jaxrl.models.experts import Experts
 from jaxrl.roles.rollout import Sampler
 from jaxrl.run.record import read_record
 from jaxrl.sampling.engine import CACHE
@@ -52,13 +54,19 @@ CASES = {
     "mixed": ["mesh=actor=1,rollout=1,teacher=1", "distill.on_policy_fraction=0.5"],
     "adapters": [*GSPO, "mesh=actor=1,rollout=1", "student.lora.rank=4"],
     "several": ["mesh=actor=2,rollout=2,teacher=2", "actor.minibatches=2"],
+    "mixture": [
+        *(*GSPO, "mesh=actor=1,rollout=1", "student.model=FOLDER/mixture"),
+        "policy.router_replay=true",
+    ],
     "followed": ["mesh=actor=1,rollout=1,teacher=1", "teacher.model=policy"],
 }
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return save_pair(tmp_path_factory.mktemp("models"), layers=1)
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "mixture", 32, 1, seed=0, experts=Experts(4, 2, True, dense_width=16))
+    return save_pair(folder, layers=1)
 
 
 @pytest.fixture
@@ -101,7 +109,9 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(models: list[str], run_dir: Path, case: str, *overrides: str) -> Config:
-    keys = [*models, *SHORT, *CONSTANT, *PLAIN, *CASES[case], f"run_dir={run_dir}", *overrides]
+    folder = models[0].partition("=")[2].removesuffix("/student")
+    own = [key.replace("FOLDER", folder) for key in CASES[case]]
+    keys = [*models, *SHORT, *CONSTANT, *PLAIN, *own, f"run_dir={run_dir}", *overrides]
     return Config.load(QUICK[1], keys)
 
 
@@ -218,7 +228,9 @@ def of_the_steps(rows: list[Any]) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if k not in changing} for row in numbers(rows)]
 
 
-@pytest.mark.parametrize("case", and_slow(["gspo"], ["gkd", "pages", "adapters", "several"]))
+@pytest.mark.parametrize(
+    "case", and_slow(["gspo"], ["gkd", "pages", "adapters", "several", "mixture"])
+)
 def test_a_killed_run_comes_to_the_same_by_its_record(
     models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -308,7 +320,6 @@ def test_processes_stream(
         (["staleness=9"], "staleness"),
         (["schedule=serial"], "staleness=2"),
         (["environment.name=number_guess"], "an unfinished episode"),
-        (["policy.router_replay=true", *GSPO], "experts of an unfinished completion"),
         (["policy.dynamic_sampling=refill", *GSPO], "dynamic_sampling=refill"),
     ],
 )
@@ -328,7 +339,9 @@ def test_a_file_keeps_what_is_unfinished(models: list[str], tmp_path: Path) -> N
 
     prompts = [Prompt(i, (5, 6 + i), f"{i}") for i in range(2)]
     log = np.linspace(-1, 0, 3, dtype=np.float32)
-    half = Completion((7, 8, 9), log, log, "unfinished", versions=((0, 3), (2, 4)))
+    experts = np.arange(4 * 2, dtype=np.int8).reshape(4, 1, 2)
+    versions = (0, 3), (2, 4)
+    half = Completion((7, 8, 9), log, log, "unfinished", versions=versions, experts=experts)
     none = Completion((), log[:0], log[:0], "unfinished")
     packing = {"pad_id": 0, "max_prompt_tokens": 4, "max_new_tokens": 8}
     rollout = make_rollout(prompts, [[half], [none]], policy_version=3, **packing)
@@ -341,3 +354,5 @@ def test_a_file_keeps_what_is_unfinished(models: list[str], tmp_path: Path) -> N
             two.finish_reason,
         )
         np.testing.assert_array_equal(one.logprobs, two.logprobs)
+    np.testing.assert_array_equal(again.completions[0].experts, experts)
+    assert (again.completions[1].experts == -1).all()

@@ -4,6 +4,7 @@ of the weights that its tokens were sampled with."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache, partial
@@ -17,18 +18,20 @@ from bare_tokenizer import BareTokenizer
 from cases import and_slow
 from tiny_models import SAMPLED, random_params
 
+from jaxrl.data.batch import pack_sequences
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
-from jaxrl.models.experts import Experts
+from jaxrl.models.experts import Experts, Routed
 from jaxrl.models.family import LayerKind
+from jaxrl.models.packing import pack_streams
 from jaxrl.models.parameters import param_shardings
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.partial_completion import RandomKey, Reply, SampleRequest
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
-from jaxrl.types import Completion
+from jaxrl.types import Completion, Sequences
 
 PLAIN = replace(SAMPLED, n_layers=1, max_positions=512)
 CONFIGS = {
@@ -84,11 +87,19 @@ def made(config: DecoderConfig, **options: Any) -> Engine:
 
 
 def streamed(
-    engine: Engine, batches: list[list[SampleRequest]], seed: int, *weights: Any
+    engine: Engine,
+    batches: list[list[SampleRequest]],
+    seed: int,
+    *weights: Any,
+    another: Callable[[], Engine] | None = None,
 ) -> list[Completion]:
-    """Submits requests at random launches, and swaps the weights at others."""
-    rng, left = np.random.default_rng(seed), [x for batch in batches for x in batch]
-    futures: list[Future[Completion]] = []
+    """Submits requests at random launches, and swaps the weights at others.
+
+    Args:
+        another: makes a like engine, which at further launches goes on with what there is.
+    """
+    rng, asked = np.random.default_rng(seed), [x for batch in batches for x in batch]
+    left, futures = [*asked], list[Future[Completion]]()
     versions = list(enumerate(weights))
     version, tree = versions.pop(0)
     engine.swap(tree, version)
@@ -100,6 +111,13 @@ def streamed(
             version, tree = versions.pop(0)
             engine.swap(tree, version)
         engine.step()
+        if another is not None and rng.random() < 0.2:
+            engine.park()
+            begun = engine.so_far(futures)
+            engine.idle()
+            engine = another()
+            engine.swap(tree, version)
+            futures = list(map(engine.submit, asked, begun))
     return [future.result(timeout=0) for future in futures]
 
 
@@ -146,25 +164,50 @@ def assert_learned(
     first = len(asked.prompt)
     at, of = zip(*found.versions, strict=True)
     assert at[0] == 0 and list(at) == sorted(set(at)) and list(of) == sorted(set(of))
-    for i in np.flatnonzero(found.sampled):
-        version = of[np.searchsorted(at, i, side="right") - 1]
-        token = expected[version, first + i - 1, found.tokens[i]]
-        np.testing.assert_allclose(found.logprobs[i], token, rtol=0, atol=5e-5)
+    versions, sampled = found.token_versions, np.flatnonzero(found.sampled)
+    tokens = expected[versions, first + np.arange(len(versions)) - 1, list(found.tokens)]
+    np.testing.assert_allclose(found.logprobs[sampled], tokens[sampled], rtol=0, atol=5e-5)
+    if asked.record_experts:
+        assert found.experts is not None
+        packed = pack_sequences(
+            *([asked.prompt], [found.tokens]),
+            **{"prompt_width": 12, "completion_width": LONGEST, "pad_id": 0},
+        )
+        own = np.stack([np.sort(routes(config, tree, packed)) for tree in weights])
+        versions = np.concatenate([np.full(first - 1, versions[0]), versions])
+        expected = own[versions, np.arange(len(versions))]
+        expected[first - 1 :][~found.sampled] = -1
+        np.testing.assert_array_equal(np.sort(found.experts), expected)
+
+
+@partial(jax.jit, static_argnums=0)
+def routes(config: DecoderConfig, tree: Any, sequences: Sequences) -> jax.Array:
+    """[T, L, k]: the experts that the learner's router chooses, from the first token on."""
+    packing, routed = pack_streams(sequences), list[Routed]()
+    decoder.forward_packed(config, tree, packing, routed=routed)
+    return jnp.stack([packing.rows[0].unpack(ids)[0] for ids in routed[0].ids], 1)
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("plain", {}),
+    ("mixture", {}),
     ("plain", {"cache_tokens": 2 * 64}),
+    ("plain", {}),
     ("states", {}),
     ("windows", {}),
-    ("mixture", {}),
+    ("mixture", {"cache_tokens": 2 * 64}),
     ("plain", {"mesh": (2, 2, 2), "slots": 8}),
+    ("mixture", {"mesh": (2, 2, 2), "slots": 8}),
 ]
 
 
-@pytest.mark.parametrize(("case", "seed"), and_slow([(0, 0), (1, 1)], [(i, 2) for i in range(6)]))
+@pytest.mark.parametrize(
+    ("case", "seed"),
+    and_slow([(0, 0), (1, 1)], [(i, 5) for i in range(len(CASES))]),
+)
 def test_each_token_and_all_before_it_are_of_one_version(case: int, seed: int) -> None:
-    """New weights come at any launch; what is in flight goes on with all its tokens."""
+    """New weights come at any launch; what is in flight goes on with all its tokens, also in
+    another engine. So are the experts that are replayed for a position: those of the launch that
+    sampled the token behind it, and of the prompt those of the first token's weights."""
     name, options = CASES[case]
     config = CONFIGS[name]
     weights = [params(config, version) for version in range(4)]
@@ -172,15 +215,21 @@ def test_each_token_and_all_before_it_are_of_one_version(case: int, seed: int) -
         mesh = role_mesh(jax.devices()[:8], Axes(*shape))
         options = options | {"mesh": mesh}
         weights = jax.device_put(weights, [param_shardings(config, mesh, "unstacked")] * 4)
-    engine = made(config, swaps=(9, 3), **options)
-    batches = requests(seed, 4)
-    found = streamed(engine, batches, seed, *weights)
+    engines: list[Engine] = []
+
+    def another() -> Engine:
+        engines.append(made(config, swaps=(9, 3), **options))
+        return engines[-1]
+
+    batches = requests(seed, 4, record_experts=name == "mixture")
+    found = streamed(another(), batches, seed, *weights, another=another)
     asked = [x for batch in batches for x in batch]
     for one, completion in zip(asked, found, strict=True):
         assert len(completion.tokens) <= one.max_tokens
         assert_learned(config, one, completion, *(params(config, v) for v in range(4)))
-    assert any(len(x.versions) > 1 for x in found) and engine.stats.recomputed > 0
-    engine.idle()
+    assert any(len(x.versions) > 1 for x in found)
+    assert len(engines) > 2 and sum(engine.stats.recomputed for engine in engines) > 0
+    engines[-1].idle()
 
 
 def test_the_same_weights_again_change_nothing() -> None:

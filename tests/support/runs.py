@@ -52,12 +52,14 @@ def unlisted_files(run_dir):
     return {name for name in names if not any(fnmatch(name, pattern) for pattern in listed)}
 
 
-def save_model(path, d_model, n_layers, seed, rows=264, eos=258, softcap=None):
+def save_model(path, d_model, n_layers, seed, rows=264, eos=258, softcap=None, experts=None):
     family, sizes = "llama" if softcap is None else "gemma3_text", (4, 2, 8, 2 * d_model)
     config = DecoderConfig(family, rows, d_model, n_layers, *sizes, tie_embeddings=True)
     config = replace(config, eos_ids=(eos,), final_softcap=softcap)
     if softcap is not None:
         config = replace(config, kinds=(LayerKind(64, 1e4),), score_dim=8)
+    if experts is not None:
+        config = replace(config, family="qwen3_moe", experts=experts)
     params = random_params(config, seed)
     params["embed"]["embedding"] *= 20
     save_hf(path, config, params, dtype="float32")
