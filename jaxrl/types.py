@@ -225,10 +225,11 @@ class Completion(_Tokenized):
     @property
     def sampled(self) -> np.ndarray:
         """Returns which tokens the model wrote, as [len(tokens)] bool."""
-        if not self.turns:
-            return np.ones(len(self.tokens), bool)
-        lengths = [turn.tokens for turn in self.turns]
-        return np.repeat([turn.role == "assistant" for turn in self.turns], lengths)
+        sampled, end = np.ones(len(self.tokens), bool), 0  # also those of a turn that goes on
+        for turn in self.turns:
+            end += turn.tokens
+            sampled[end - turn.tokens : end] = turn.role == "assistant"
+        return sampled
 
 
 @jax.tree_util.register_dataclass
@@ -336,13 +337,14 @@ class SampleCounts:
 
 
 class StreamEvent(NamedTuple):
-    """A call that came while completions were sampled, after so many launches: all that timing
-    decides of a run whose `schedule` is `streaming`."""
+    """A call, or answers of environments, that came while completions were sampled, after so many
+    launches: all that timing decides of a run whose `schedule` is `streaming`."""
 
     call: str
-    """`load`, `sample` (an evaluation), `generate` or `save` (a checkpoint)."""
+    """`load`, `sample` (an evaluation), `generate`, `save` (a checkpoint) or `answers`."""
     number: int
-    """The version of the weights or, of `generate`, the batch."""
+    """The version of the weights; of `generate`, the batch; of `answers`, which ones
+    (`stream_log.ANSWERS`)."""
     launches: int
     """Since the event before."""
 

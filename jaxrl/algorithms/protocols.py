@@ -101,7 +101,7 @@ class RolloutRole(SamplingRole, ReceivingRole, Protocol):
         prompts: Sequence[Prompt],
         step: int,
         attempt: int = 0,
-        begun: Sequence[Completion] | None = None,
+        begun: Rollout | None = None,
     ) -> Rollout: ...
     def part(self, step: int, number: int) -> Rollout: ...
     def unfinished(self, saved: int) -> tuple[dict[int, Rollout], StreamEvents]: ...
@@ -260,6 +260,23 @@ class Sources:
     def data_completions(self, index: int) -> Future[Rollout]:
         packed = data_rollout(self.prompts(index), decode=self.decode, **self.packing)
         return done_future(packed)
+
+    def parts_of(self, rollout: Rollout) -> list[Future[Rollout]]:
+        """Returns the `Config.parts` of a whole batch; none where it is one."""
+        count, n = self.config.parts, self.config.group_size
+        rows = self.config.batch_rows // count
+        cuts = [slice(i * rows, (i + 1) * rows) for i in range(count if count > 1 else 0)]
+        return [
+            done_future(
+                make_rollout(
+                    rollout.prompts[cut][::n],
+                    [rollout.completions[i : i + n] for i in range(cut.start, cut.stop, n)],
+                    policy_version=rollout.policy_version,
+                    **self.packing,
+                )
+            )
+            for cut in cuts
+        ]
 
     def scores(
         self, role: str, rollout: Future[Rollout], others: Mapping[str, Sequence[Future[object]]]

@@ -386,7 +386,7 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     """Writes the completions of a batch, in order, to an `.npz`."""
     completions = rollout.completions
     begun = None  # the prompts of episodes, as their environments began them
-    if any(completion.turns for completion in completions):
+    if any(x.turns or x.finish_reason == "unfinished" for x in completions):
         begun = [
             {
                 "tokens": list(p.tokens),
@@ -408,7 +408,8 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
         for name, dtype in NUMBERS.items()
     }
     arrays["lengths"] = np.array([len(c.tokens) for c in completions], np.int32)
-    arrays["words"] = np.frombuffer(json.dumps(words).encode(), np.uint8)
+    # Messages of the data may have what JSON has not; only those of episodes are read again.
+    arrays["words"] = np.frombuffer(json.dumps(words, default=repr).encode(), np.uint8)
     if rollout.student_topk is not None:
         arrays["student_topk"] = np.asarray(rollout.student_topk)[: len(completions)]
     if rollout.experts is not None:

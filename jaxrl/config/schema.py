@@ -652,12 +652,6 @@ def _run_rules(c: Config) -> Iterator[Rule]:
         "the lag of another schedule is fixed",
         "schedule=streaming, or staleness=1",
     )
-    yield (
-        c.streams and c.environment.name is not None,
-        "schedule environment.name",
-        "a checkpoint cannot hold an unfinished episode yet",
-        "schedule=one_step_off",
-    )
     d, own = c.distill, c.spec.signal is not None
     yield (
         c.learns_from_teacher and own != (d.signal == "own"),

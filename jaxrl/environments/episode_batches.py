@@ -104,7 +104,8 @@ class Episodes:
         split: Split = "train",
         most: int | None = None,
     ) -> tuple[list[Prompt], EpisodeBatch]:
-        """Begins n episodes of each prompt, and gives up those of the batch before.
+        """Begins n episodes of each prompt, and gives up those of the batch before but where
+        batches are streamed.
 
         Args:
             step, attempt, split: of the batch: with a prompt's id they name its records.
@@ -118,7 +119,7 @@ class Episodes:
             UserError: a prompt of the environment is longer than `max_prompt_tokens`.
             RunError: more of its resets fail than `environment.max_failures` allows.
         """
-        if self._last is not None:
+        if self._last is not None and not self.config.streams:
             self._last.give_up()
         if self.run_dir is not None:
             # No resumed run samples batches from before the newest checkpoint again.
@@ -209,6 +210,10 @@ class Episode:
 
     def end(self) -> None:
         self.batch.pool.submit(self.batch.pool.end(self.session))
+
+    def again(self) -> Episode:
+        self.end()
+        return self.batch.begin_again(self)
 
 
 def pool_of(
@@ -377,6 +382,14 @@ class EpisodeBatch:
                 _digest(source.digest, known),
             )
         return self._episodes[prompt, sample]
+
+    def begin_again(self, episode: Episode) -> Episode:
+        """Returns the same episode from its beginning, of another instance."""
+        place = episode.prompt, episode.sample
+        del self._episodes[place]
+        made = self.episode(*place)
+        made.session.key = self._number, *place, "again"
+        return made
 
 
 class Journal:

@@ -28,6 +28,7 @@ from jaxrl.models.lora import frozen_and_trained, join_adapters, merge_adapters
 from jaxrl.models.packing import capacity_of, row_devices
 from jaxrl.models.parameters import Layout, Params, abstract_params, param_shardings, unstack
 from jaxrl.models.shared_prompts import PAGE
+from jaxrl.process.waiting import waiting
 from jaxrl.roles.actor import PUBLISHED, SENT, shared_base
 from jaxrl.roles.declared import Program, Remedy, Resident, local_bytes
 from jaxrl.roles.run_shapes import RunArrays, RunShapes, common_remedies, fractions
@@ -40,7 +41,7 @@ from jaxrl.roles.sampling_programs import (
 from jaxrl.roles.stream_log import BEGUN, StreamLog
 from jaxrl.runtime.worker import Later, detail, phase, stopping
 from jaxrl.sampling.engine import Aborted, Engine, EngineStats
-from jaxrl.sampling.partial_completion import RandomKey, SampleRequest
+from jaxrl.sampling.partial_completion import RandomKey, SampleRequest, tell_again
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import abstract_mesh, verify_arrays
@@ -184,6 +185,8 @@ class Sampler:
         self.notes: list[str] = []
         """What a user should know of the environments, or of a teacher's samples, since the last
         batch."""
+        self._said_so = False
+        """Whether they say that an environment does not answer as it did."""
         self._episodes = episodes(self.notes.append)
         if self._episodes is not None and jax.process_count() > 1:
             raise UserError(
@@ -210,17 +213,19 @@ class Sampler:
             ledger=current(),
         )
         self.engine = make_engine()
-        self._stream = make_engine(swaps=in_flight(config)) if self._streams else self.engine
+        d = config.deadlines
+        slowest = d.generate + d.score + d.update + d.weight_sync + d.checkpoint
+        self._log, self._next_first = StreamLog(slowest), 0
+        self._stream = self.engine
         """Samples the batches, several at once where they are streamed; `engine` samples what is
         asked for at once."""
+        if self._streams:
+            self._stream = make_engine(swaps=in_flight(config), answers=self._log.answers)
         self._begun: dict[int, tuple[Sequence[Prompt], list[Future[Completion]], int]] = {}
         """Step -> of a batch that is being streamed: its prompts, its completions in order, and the
         first event since the batch before it was begun."""
         self._parts: dict[int, tuple[Sequence[Prompt], list[Future[Completion]]]] = {}
         """Step -> prompts and completions of a batch whose parts have not all been asked for."""
-        d = config.deadlines
-        slowest = d.generate + d.score + d.update + d.weight_sync + d.checkpoint
-        self._log, self._next_first = StreamLog(slowest), 0
         _, self._shardings = frozen_and_trained(param_shardings(model, mesh, "unstacked"))
         if params is None and not teacher:
             dtype = jnp.dtype(config.rollout.dtype)
@@ -311,18 +316,20 @@ class Sampler:
         prompts: Sequence[Prompt],
         step: int,
         attempt: int = 0,
-        begun: Sequence[Completion] | None = None,
+        begun: Rollout | None = None,
     ) -> Rollout:
         """Samples `group_size` completions of each prompt and pads them to one batch. The random
         numbers depend on the run's seed, `step`, `attempt` and the prompts' ids.
 
         Args:
-            begun: what there is of the completions, as `unfinished` returned them.
+            begun: what there is of the batch, as `unfinished` returned it.
         """
         if not self._streams:
             return self.make_batch(*self._sample(prompts, "train", step, attempt))
         prompts, requests = self._requests(prompts, "train", step, attempt)
-        so_far: Sequence[Completion | None] = begun or [None] * len(requests)
+        so_far: list[Completion | None] = [None] * len(requests)
+        if begun is not None:
+            requests, so_far = self._go_on(requests, begun)
         futures = list(map(self._stream.submit, requests, so_far))
         self._begun[step] = prompts, futures, self._next_first
         if self.config.parts > 1:
@@ -351,6 +358,36 @@ class Sampler:
         later: Any = Later(self._work_on, value, self._log.left)  # the worker waits for it
         return later
 
+    def _go_on(
+        self, requests: list[SampleRequest], begun: Rollout
+    ) -> tuple[list[SampleRequest], list[Completion | None]]:
+        """Returns the requests of a batch, and what there is of their completions. An episode whose
+        environment does not begin and answer as it did begins again: of it there is nothing."""
+        so_far: list[Completion | None] = list(begun.completions)
+        if self._episodes is None:
+            return requests, so_far
+        prompts = [tuple(prompt.tokens) for prompt in begun.prompts]
+        for i, request in enumerate(requests):
+            if prompts[i] != tuple(request.prompt):
+                so_far[i] = None
+        left = {i: x for i, x in enumerate(so_far) if x and x.finish_reason == "unfinished"}
+        name = self.config.environment.name
+        with waiting(f"{name}: the answers to {len(left)} episodes once more"):
+            pairs = [(requests[i], completion) for i, completion in left.items()]
+            same = tell_again(pairs, self._stream.tokenizer)
+        for i in (i for i, as_before in zip(left, same, strict=True) if not as_before):
+            so_far[i], client = None, requests[i].environment
+            assert client is not None
+            requests[i] = replace(requests[i], environment=client.again())
+        if None in so_far and not self._said_so:
+            self._said_so = True
+            self.notes.append(
+                f"environment.name: {name} does not answer as it did before the run resumed:"
+                " episodes that had begun begin again from their prompts. Let its random numbers"
+                " come from a seed in the row"
+            )
+        return requests, so_far
+
     def follow(self, expected: Sequence[StreamEvent], exact: bool) -> None:
         """Has launches and the next calls come in the order of a record, as `StreamLog.follow`."""
         self._log.follow(expected, exact)
@@ -358,7 +395,8 @@ class Sampler:
     def _work_on(self) -> None:
         if self._stream.in_flight:
             self._stream.step()
-            self._log.launched()
+            if not self._stream.waited:
+                self._log.launched()
         detail(f"batches {', '.join(map(str, self._begun))}: {self._stream.in_flight} left")
 
     def _finished(self, step: int) -> Rollout | None:
@@ -369,7 +407,9 @@ class Sampler:
         del self._begun[step]
         batch = self.make_batch(prompts, self._by_prompt([x.result() for x in futures]))
         self._stream.stats = EngineStats(slots=self._stream.slots)
-        return replace(batch, events=self._log.since(first))
+        happened = self._log.since(first)
+        self._log.drop(self._first)
+        return replace(batch, events=happened)
 
     def unfinished(self, saved: int) -> tuple[dict[int, Rollout], StreamEvents]:
         """Returns the batches that are being streamed, by step, with what there is of their
@@ -388,9 +428,13 @@ class Sampler:
             completions = self._stream.so_far(futures)
             if any(one.finish_reason == "unfinished" for one in completions):
                 found[step] = self._pack(prompts, self._by_prompt(completions))
-        first = min((first for _, _, first in self._begun.values()), default=self._next_first)
         self._log.note("save", saved)
-        return found, self._log.since(first)
+        return found, self._log.since(self._first)
+
+    @property
+    def _first(self) -> int:
+        """Returns the first event that a batch has still to tell."""
+        return min((first for _, _, first in self._begun.values()), default=self._next_first)
 
     def _by_prompt(self, completions: list[Completion]) -> list[list[Completion]]:
         n = self.config.group_size

@@ -284,8 +284,7 @@ class Loop:
                 self.rows[0].after[f"eval.{role}"] = asked
             return
         self._saved = self.calls.submitted = step
-        several = self.config.parts > 1  # the sampler makes the parts
-        begun = [i for i, rollout in rollouts.items() if several or _is_unfinished(rollout)]
+        begun = [index for index, rollout in rollouts.items() if _is_unfinished(rollout)]
         self.calls.kind, self.calls.row = "publish", step
         if stream is not None:
             same = () if self.reporter.folder.changed else stream.before
@@ -297,12 +296,13 @@ class Loop:
             self.calls.call("rollout", follow, expected, exact=bool(self.replayed))
         self._publish(step, evaluates=not evaluated)
         for index, rollout in rollouts.items():
-            made = done_future(rollout)
-            if index in begun:
-                self.calls.kind, self.calls.row = "generate", index + 1
-                prompts, sampled = self.sources.prompts(index), rollout.completions
-                generate = protocols.RolloutRole.generate
-                made = self.calls.call("rollout", generate, prompts, step=index, begun=sampled)
+            if index not in begun:
+                parts = self.sources.parts_of(rollout)
+                self.rows[index + 1] = BatchCalls(done_future(rollout), parts)
+                continue
+            self.calls.kind, self.calls.row = "generate", index + 1
+            prompts, generate = self.sources.prompts(index), protocols.RolloutRole.generate
+            made = self.calls.call("rollout", generate, prompts, step=index, begun=rollout)
             self._take_batch(index, made)
         self.calls.kind, self.calls.row = "publish", step
         self._evaluate(step, not evaluated)
@@ -320,7 +320,7 @@ class Loop:
     def _repeat(self, expected: Sequence[StreamEvent]) -> None:
         """Has calls of the rollout be followed by those of checkpoints that a record has there: of
         a run that was stopped they may be anywhere."""
-        left = deque(expected)
+        left = deque(event for event in expected if event.call in METHODS)
 
         def called(role: str, method: str, *_: object) -> None:
             if role != "rollout" or method == METHODS["save"]:

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import compress
 
 import jax
 import numpy as np
@@ -55,7 +56,6 @@ from jaxrl.sampling.partial_completion import (
     PartialCompletion,
     SampleRequest,
     find_stop,
-    until_stop,
 )
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.slots import PagePool, PromptRows, Slots, pages_of, pool_pages
@@ -84,6 +84,12 @@ CACHE = "KV cache"
 """Name of the caches in the ledger, the account of device memory (`sharding.ledger`)."""
 LOOK_S = 0.2
 """Seconds between two checks of `abort` while all slots wait for environments."""
+
+
+ChooseAnswers = Callable[[Sequence[bool], bool], Sequence[bool] | None]
+"""(which answers are there, of those that slots wait for, in the order of their requests; whether
+other slots decode) -> which of them are taken. None: nothing is done yet, since one that is to be
+taken is not there."""
 
 
 class Aborted(RuntimeError):
@@ -139,6 +145,7 @@ class Engine:
         launch_tokens: int = 32,
         episodes: bool = False,
         swaps: tuple[int, int] | None = None,
+        answers: ChooseAnswers = lambda there, working: there,
         cache_tokens: int | None = None,
         tokenizer: Tokenizer | None = None,
         ledger: Ledger | None = None,
@@ -154,6 +161,7 @@ class Engine:
             episodes: completions may be episodes (`SampleRequest.environment`).
             swaps: `swap` may come while completions are in flight, of so many prompts with so many
                 samples each, whichever are left: shapes are those of all. None: it may not.
+            answers: chooses those of environments that a step takes.
             cache_tokens: positions of completions that a device of each data shard holds, in pages
                 (`sampling.slots`). None: every slot has as many as the longest completion.
             tokenizer: decodes tokens to text, also to find stop strings.
@@ -182,7 +190,7 @@ class Engine:
         """Number of free slots at which a launch ends early while samples wait."""
         target = target_on(mesh)
         self.target, self.width_multiple = target, target.width_multiple
-        self.episodes, self.swaps = episodes, swaps
+        self.episodes, self.swaps, self.answers = episodes, swaps, answers
         # The padding of a part that `decode.extend_slots` reads lies there: an answer's, which may
         # begin anywhere, or that of a completion which is read again from its beginning.
         beyond = ANSWER_TOKENS[1] if episodes else 0
@@ -209,6 +217,8 @@ class Engine:
         self.stats = EngineStats()
         self.params: Params | None = None
         self.version = 0
+        self.waited = False
+        """Whether the last step did nothing but wait for environments."""
         self._decoding: _Decoding | None = None
         self._waiting: deque[PartialCompletion] = deque()
         """Requests that are not in `_decoding` yet."""
@@ -226,7 +236,8 @@ class Engine:
         those of another `SampleRequest.way` only when all before them have ended.
 
         Args:
-            begun: of `so_far`, from which it goes on.
+            begun: of `so_far`, from which it goes on. The environment of an episode was told its
+                turns again (`partial_completion.tell_again`), but for one that it has not answered.
 
         Raises:
             UserError: the prompt or its sampling does not fit the engine.
@@ -240,9 +251,13 @@ class Engine:
         self._requests += 1
         if begun is not None and begun.finish_reason != "unfinished":
             sample.future.set_result(begun)
+            if request.environment is not None:
+                request.environment.end()
             return sample.future
         if begun is not None:
             sample.begin_with(begun)
+            if sample.turns and sample.turns[-1].role == "assistant":
+                sample.reply = sample.ask(self.tokenizer, len(sample.turns) - 1)
         self._waiting.append(sample)
         return sample.future
 
@@ -477,6 +492,11 @@ class _Decoding:
     def in_flight(self) -> int:
         return len(self.slots.queue) + len(self.slots.seated)
 
+    @property
+    def _decodes(self) -> bool:
+        """Returns whether any slot has tokens to decode."""
+        return bool((self.slots.table[:, decode.COUNT] < self.slots.table[:, decode.LIMIT]).any())
+
     def accepts(self, sample: PartialCompletion) -> bool:
         """Returns whether a request may join those in flight: none of the slots were given up."""
         return sample.request.way == self.way and len(self.slots.table) == self.engine.slots
@@ -531,23 +551,24 @@ class _Decoding:
                 self.find_ends()
             self.engine.stats.preemptions += slots.allocate_pages()
         self._refill()
-        if self.episodes:
-            self._resume()
+        taken = self._resume() if self.episodes else 0
         if not slots.queue:
             self.ledger.prefetch_next()
-        if (slots.table[:, decode.COUNT] < slots.table[:, decode.LIMIT]).any():
+        works = taken is not None and self._decodes
+        self.engine.waited = not (works or taken)
+        if works:
             self.paused.close()
             self.pauses = False
             tokens = self._launch()
-        else:  # until an environment has answered, or it is time to look for other work
+        elif not taken:  # until an environment has answered, or it is time to look for other work
             started = time.perf_counter()
             replies = [x.reply for x in slots.seated.values() if x.reply is not None]
             if replies and not self.pauses:
                 what = f"the environment's answers to {len(replies)} episodes"
                 self.paused.enter_context(waiting(what))
                 self.pauses = True
-            if replies:
-                wait(replies, LOOK_S, FIRST_COMPLETED)
+            if missing := [reply for reply in replies if not reply.done()]:
+                wait(missing, LOOK_S, FIRST_COMPLETED)
             self.engine.stats.waiting_seconds += time.perf_counter() - started
         if not self.in_flight:
             self.find_ends()
@@ -810,7 +831,6 @@ class _Decoding:
             sample.text, sample.opening = words, opening_of(tokenizer, read)
             environment = sample.request.environment
             if environment is not None:
-                kept = sample.tokens[start : None if eos is None else -1]
                 sample.turns.append(Turn("assistant", len(sample.tokens) - start, words))
                 self.engine.stats.turns += 1
                 if stopped is None and eos is None:  # a turn that is cut ends the episode
@@ -818,31 +838,31 @@ class _Decoding:
                     continue
                 row = self.slots.table[sample.slot]
                 row[decode.LIMIT] = row[decode.COUNT]
-                # With special tokens: marks of calls and thoughts may be some.
-                written = until_stop(decode_text(tokenizer, kept, special=True), stop)
-                sample.reply = environment.answer(
-                    sample.opening + written, eos=eos, length=len(sample.tokens)
-                )
+                sample.reply = sample.ask(tokenizer, len(sample.turns) - 1)
             elif stopped is not None:
                 self._finish(sample, "stop")
             else:
                 self._finish(sample, "length" if eos is None else "stop")
         self.unsearched = []
 
-    def _resume(self) -> None:
-        """Continues the episodes whose environments have answered."""
+    def _resume(self) -> int | None:
+        """Continues the episodes whose environments have answered. Returns how many answers were
+        taken; None: one that is to be taken is not there yet."""
         started = time.perf_counter()
+        asked = [(x, x.reply) for x in self.slots.seated.values() if x.reply is not None]
+        asked.sort(key=lambda pair: pair[0].index)
+        chosen = self.engine.answers([reply.done() for _, reply in asked], self._decodes)
+        if chosen is None:
+            return None
         answered: list[tuple[PartialCompletion, int]] = []  # and the number of tokens before
-        for sample in list(self.slots.seated.values()):
-            if sample.reply is None or not sample.reply.done():
-                continue
+        for sample, reply in compress(asked, chosen):
             before = len(sample.tokens)
-            if sample.receive(sample.reply.result()):
+            if sample.receive(reply.result()):
                 answered.append((sample, before))
             else:
                 self._finish(sample)
         if not answered:
-            return
+            return sum(chosen)
         self._extend(answered)
         # Decoding continues after the last token, or stops if the turn is over.
         for sample, _ in answered:
@@ -851,6 +871,7 @@ class _Decoding:
             self.slots.table[sample.slot, :4] = sample.tokens[-1], start + count, count, end
         jax.block_until_ready(self.cache)
         self.engine.stats.prefill_seconds += time.perf_counter() - started
+        return sum(chosen)
 
     def _extend(self, samples: list[tuple[PartialCompletion, int]]) -> None:
         """Prefills tokens of samples into their slots, in parts.

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer, decode_text
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.types import Completion, FinishReason, TokenIds, Turn
@@ -56,6 +57,9 @@ class EnvironmentClient(Protocol):
     def end(self) -> None:
         """Ends the episode, maybe without an answer to its last turn. Called once for each that
         had a slot, also where generation is aborted."""
+
+    def again(self) -> EnvironmentClient:
+        """Ends the episode, and returns the other side of the same one from its beginning."""
 
 
 class RandomKey(NamedTuple):
@@ -146,10 +150,11 @@ class PartialCompletion:
         return self.drawn[0][:, 0]
 
     def begin_with(self, begun: Completion) -> None:
-        """Goes on from an unfinished completion of one turn."""
+        """Goes on from an unfinished completion."""
         logprobs = np.array([begun.logprobs, begun.sampler_logprobs], np.float32)
         self.drawn = [np.stack([np.array(begun.tokens, np.int32), *logprobs.view(np.int32)], 1)]
-        self.versions = list(begun.versions)
+        self.versions, self.turns = list(begun.versions), list(begun.turns)
+        self.text, self.opening = begun.text, begun.opening
         if begun.experts is not None:
             read = len(self.request.prompt) - 1
             self.experts = [begun.experts[:read], begun.experts[read:]]
@@ -167,6 +172,20 @@ class PartialCompletion:
         self.drawn = [self.drawn[0][:length]]
         if self.experts:
             self.experts[1:] = [np.concatenate(self.experts[1:])[:length]]
+
+    def ask(self, tokenizer: Tokenizer | None, number: int) -> Future[Reply]:
+        """Has the environment answer one of `turns`, of the model, which has ended."""
+        environment, sampling = self.request.environment, self.request.sampling
+        assert environment is not None
+        end = sum(turn.tokens for turn in self.turns[: number + 1])
+        start = end - self.turns[number].tokens
+        last = int(self.tokens[end - 1])
+        eos = last if last in sampling.eos_ids else None
+        kept = self.tokens[start : end if eos is None else end - 1]
+        # With special tokens: marks of calls and thoughts may be some.
+        written = until_stop(decode_text(tokenizer, kept, special=True), sampling.stop)
+        read = self.tokens[:start] if start else self.request.prompt
+        return environment.answer(opening_of(tokenizer, read) + written, eos=eos, length=end)
 
     def receive(self, reply: Reply) -> bool:
         """Takes the answer to the last turn, and returns whether the episode goes on."""
@@ -209,6 +228,30 @@ class PartialCompletion:
             failure=self.failure,
             versions=tuple(x for x in self.versions if not x[0] or x[0] < len(tokens)),
         )
+
+
+def tell_again(
+    begun: Sequence[tuple[SampleRequest, Completion]], tokenizer: Tokenizer | None
+) -> list[bool]:
+    """Tells environments the turns of unfinished episodes that they have answered, each in turn
+    and all episodes at once. Returns which of them answer again as they did; the others are told
+    no further turn."""
+    samples = [PartialCompletion(0, 0, request) for request, _ in begun]
+    for sample, (_, completion) in zip(samples, begun, strict=True):
+        sample.begin_with(completion)
+    same = [True] * len(samples)
+    for number in range(1, max((len(sample.turns) for sample in samples), default=0), 2):
+        asked = {
+            i: sample.ask(tokenizer, number - 1)
+            for i, sample in enumerate(samples)
+            if same[i] and number < len(sample.turns)
+        }
+        for i, reply in asked.items():
+            turns, answer = samples[i].turns, reply.result()
+            start = sum(turn.tokens for turn in turns[:number])
+            said = tuple(samples[i].tokens[start : start + turns[number].tokens].tolist())
+            same[i] = (answer.tokens, answer.reward) == (said, turns[number - 1].reward)
+    return same
 
 
 def find_stop(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cases import and_slow
 from delays import at_random
-from runs import ALONE, CONSTANT, GSPO, QUICK, SHORT, save_pair
+from runs import ALONE, CONSTANT, EPISODES, GSPO, QUICK, SHORT, save_pair
 
 import jaxrl
 from jaxrl import Config, RunError, UserError, replay, train
@@ -78,13 +78,26 @@ def test_a_run_and_its_steps_come_to_the_same(
     assert sorted(path.relative_to(tmp_path) for path in (tmp_path / "run").rglob("*")) == before
 
 
-@pytest.mark.parametrize("seed", and_slow([0], [*range(1, 12)]))
+@pytest.mark.parametrize(
+    ("keys", "seed"),
+    and_slow(
+        [([*GSPO, "max_new_tokens=16"], 0)],
+        [
+            *(([*GSPO, "max_new_tokens=16"], seed) for seed in range(1, 12)),
+            *(([*EPISODES, "max_new_tokens=32"], seed) for seed in range(12, 18)),
+        ],
+    ),
+)
 def test_a_streamed_run_comes_to_the_same(
-    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    models: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: list[str],
+    seed: int,
 ) -> None:
     """Also one that was stopped and went on, with what was being sampled then, whatever took how
     long in the run and takes in the replay."""
-    asked = config(models, tmp_path / "run", *GSPO, *STREAMS, "steps=6", "max_new_tokens=16")
+    asked = config(models, tmp_path / "run", *keys, *STREAMS, "steps=6")
 
     def stop(row: dict[str, Any]) -> None:
         if row["step"] == 1 + seed % 4:

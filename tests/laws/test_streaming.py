@@ -8,7 +8,10 @@ import shutil
 import signal
 import time
 import weakref
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +22,7 @@ from cases import and_slow, needs_ray
 from delays import at_random
 from runs import (
     CONSTANT,
+    EPISODES,
     GSPO,
     QUICK,
     SHORT,
@@ -38,8 +42,10 @@ from jaxrl.models.experts import Experts
 from jaxrl.roles.rollout import Sampler
 from jaxrl.run.record import read_record
 from jaxrl.sampling.engine import CACHE
+from jaxrl.sampling.partial_completion import RandomKey, Reply, SampleRequest
+from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.telemetry.metrics import read_metrics
-from jaxrl.types import Completion, Rollout
+from jaxrl.types import Completion, Prompt, Rollout, Turn
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -58,6 +64,7 @@ CASES = {
         *(*GSPO, "mesh=actor=1,rollout=1", "student.model=FOLDER/mixture"),
         "policy.router_replay=true",
     ],
+    "episodes": [*EPISODES, "max_new_tokens=32"],
     "followed": ["mesh=actor=1,rollout=1,teacher=1", "teacher.model=policy"],
 }
 
@@ -181,7 +188,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Completion]]:
 
     def generate(self: Sampler, *args: Any, begun: Any = None, **kwargs: Any) -> Any:
         if begun is not None:
-            found[kwargs["step"]] = list(begun)
+            found[kwargs["step"]] = list(begun.completions)
         return real(self, *args, begun=begun, **kwargs)
 
     monkeypatch.setattr(Sampler, "generate", generate)
@@ -222,6 +229,91 @@ def test_what_is_unfinished_as_a_run_stops_goes_on(
     assert_bounded(made, 2)
 
 
+class Answering:
+    """An environment that answers every turn with one token."""
+
+    def __init__(self, token: int):
+        self.token, self.ends = token, 0
+
+    def answer(self, text: str, *, eos: int | None, length: int) -> Future[Reply]:
+        reply: Future[Reply] = Future()
+        reply.set_result(Reply((self.token,), reward=0.5))
+        return reply
+
+    def end(self) -> None:
+        self.ends += 1
+
+    def again(self) -> Answering:
+        self.end()
+        return Answering(self.token)
+
+
+def test_an_episode_goes_on_where_its_environment_answers_as_it_did() -> None:
+    """The others begin again from their prompts, of a prompt that has changed also those that had
+    ended; which is said once."""
+    turns = Turn("assistant", 2, "", 0.5), Turn("environment", 1, "")
+    log = np.zeros(4, np.float32)
+    half = Completion((5, 9, 7, 6), log, log, "unfinished", turns=turns)
+    ended, waits = (
+        replace(half, finish_reason="stop"),
+        Completion((), log[:0], log[:0], "unfinished"),
+    )
+    cases = [  # the prompt now, what there is, the answer now, and whether it counts
+        *[((1, 2), half, 7, True), ((1, 2), half, 8, False), ((1, 3), half, 7, False)],
+        *[((1, 2), ended, 8, True), ((1, 3), ended, 7, False), ((1, 2), waits, 8, True)],
+    ]
+    sampling = SamplingParams(max_new_tokens=8, eos_ids=(9,))
+    requests = [
+        SampleRequest(prompt, sampling, RandomKey(0), 8, environment=Answering(token))
+        for prompt, _, token, _ in cases
+    ]
+    environment = SimpleNamespace(name="a.py:A")
+    sampler: Any = SimpleNamespace(
+        **{"_episodes": True, "_said_so": False, "notes": [], "_stream": SimpleNamespace()},
+        config=SimpleNamespace(environment=environment),
+    )
+    sampler._stream.tokenizer = None
+    begun: Any = SimpleNamespace(
+        completions=[case[1] for case in cases],
+        prompts=[Prompt(i, (1, 2), "") for i in range(len(cases))],
+    )
+    for _ in range(2):
+        asked, so_far = Sampler._go_on(sampler, [*requests], begun)
+        assert so_far == [completion if counts else None for _, completion, _, counts in cases]
+    assert len(sampler.notes) == 1 and "a.py:A does not answer as it did" in sampler.notes[0]
+    others = [i for i, (x, y) in enumerate(zip(asked, requests, strict=True)) if x is not y]
+    assert others == [1] and isinstance(requests[1].environment, Answering)
+    assert requests[1].environment.ends == 2  # once each time
+    assert asked[1].environment is not requests[1].environment
+
+
+@pytest.mark.slow
+def test_episodes_that_draw_begin_again(
+    models: list[str],
+    tmp_path: Path,
+    made: dict[int, Rollout],
+    begun: dict[int, list[Completion]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a run resumes without what they said."""
+    at_random(monkeypatch, 1)
+
+    def stop(row: dict[str, float]) -> None:
+        if row["step"] == 2:
+            raise jaxrl.StopTraining("enough")
+
+    keys = [*STREAMS, "max_new_tokens=32", "environment.arguments.draws=true"]
+    asked = config(models, tmp_path / "run", "episodes", *keys)
+    assert train(asked, on_step=stop).stopped is not None
+    shutil.rmtree(tmp_path / "run" / "episodes")
+    result = train(asked)
+    assert [row["step"] for row in result.metrics] == list(range(6))
+    assert any(one.turns for batch in begun.values() for one in batch)
+    log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert log.count("does not answer as it did before the run resumed") == 1
+    assert_bounded(made, 2)
+
+
 def of_the_steps(rows: list[Any]) -> list[dict[str, float]]:
     """What depends neither on the clock nor on what was sampled again since a checkpoint."""
     changing = "rollout/decode_steps", "stream/read_again"
@@ -229,7 +321,7 @@ def of_the_steps(rows: list[Any]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "case", and_slow(["gspo"], ["gkd", "pages", "adapters", "several", "mixture"])
+    "case", and_slow(["episodes"], ["gspo", "gkd", "pages", "adapters", "several", "mixture"])
 )
 def test_a_killed_run_comes_to_the_same_by_its_record(
     models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
@@ -237,15 +329,17 @@ def test_a_killed_run_comes_to_the_same_by_its_record(
     """Up to the last event that it has recorded, whatever took how long, and also where what it had
     recorded is cut anywhere."""
     keys = [*STREAMS, "max_new_tokens=20", "steps=6", "checkpoint.keep_last=9"]
+    if case == "episodes":
+        keys.append("max_new_tokens=32")
     with monkeypatch.context() as patch:
-        at_random(patch, 0)
+        at_random(patch, 1)
         whole = train(config(models, tmp_path / "run", case, *keys))
     lines = (tmp_path / "run" / "stream.jsonl").read_bytes().splitlines(keepends=True)
     events = read_record(tmp_path / "run")
     assert len(events) == len(lines) and [e for e in events if e.call == "save"]
     assert sum(event.launches for event in events) > 20
     saved = [event[:2] for event in events].index(("save", 2)) + 1
-    for seed, end in ((1, len(lines)), (2, (saved + len(lines)) // 2)):
+    for seed, end in ((2, len(lines)), (3, (saved + len(lines)) // 2)):
         run = tmp_path / f"killed_{seed}"
         shutil.copytree(tmp_path / "run", run)
         shutil.rmtree(run / "final")
@@ -319,7 +413,6 @@ def test_processes_stream(
         (["mesh=actor=1,rollout+teacher=1"], "shares its devices with teacher"),
         (["staleness=9"], "staleness"),
         (["schedule=serial"], "staleness=2"),
-        (["environment.name=number_guess"], "an unfinished episode"),
         (["policy.dynamic_sampling=refill", *GSPO], "dynamic_sampling=refill"),
     ],
 )
@@ -335,7 +428,6 @@ def test_a_file_keeps_what_is_unfinished(models: list[str], tmp_path: Path) -> N
     """Through the file of a checkpoint, with the versions of each token."""
     from jaxrl.checkpoint.writer import save_rollout
     from jaxrl.data.batch import make_rollout
-    from jaxrl.types import Prompt
 
     prompts = [Prompt(i, (5, 6 + i), f"{i}") for i in range(2)]
     log = np.linspace(-1, 0, 3, dtype=np.float32)

@@ -3,6 +3,7 @@ random schedules of calls to a real worker."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from cases import and_slow
 
 from jaxrl.errors import RunError
-from jaxrl.roles.stream_log import StreamLog
+from jaxrl.roles.stream_log import ANSWERS, StreamLog
 from jaxrl.runtime.worker import Later, LocalWorker
 from jaxrl.types import StreamEvent
 
@@ -20,11 +21,14 @@ DEADLINE = 30.0
 
 
 class Streams:
-    """Stands for the sampler: a batch takes launches, which all that are in flight share."""
+    """Stands for the sampler: a batch takes launches, which all that are in flight share, and some
+    answers of environments, each between launches of its own."""
 
     def __init__(self, seed: int, slow: np.random.Generator):
         self.log, self.left, self.slow = StreamLog(DEADLINE), dict[int, int](), slow
         self.sizes = np.random.default_rng(seed)
+        self.turns = dict[int, int]()
+        self.asked: list[tuple[int, float]] = []  # of which batch, and when the answer is there
 
     def follow(self, expected: Sequence[StreamEvent], exact: bool) -> None:
         self.log.follow(expected, exact)
@@ -42,18 +46,30 @@ class Streams:
         return dict(self.left)
 
     def generate(self, step: int) -> Any:
-        self.left[step] = int(self.sizes.integers(1, 9))
+        self.left[step], self.turns[step] = map(int, self.sizes.integers((1, 0), (9, 3)))
         self.log.note("generate", step)
 
         def work() -> None:
-            if self.left:
-                time.sleep(self.slow.uniform(0, 0.001))
-                first = min(self.left)
-                self.left[first] -= 1
-                self.log.launched()
+            time.sleep(self.slow.uniform(0, 0.001))
+            works = [step for step, left in self.left.items() if left]
+            there = [time.monotonic() > at for _, at in self.asked]
+            taken = self.log.answers(there, bool(works)) if works or there else None
+            if taken is None:
+                return
+            for (batch, _), came in zip(self.asked, taken, strict=True):
+                self.left[batch] += 2 * came
+            self.asked = [x for x, came in zip(self.asked, taken, strict=True) if not came]
+            if not (works or any(taken)):
+                return
+            first = min(step for step, left in self.left.items() if left)
+            self.left[first] -= 1
+            if not self.left[first] and self.turns[first]:
+                self.turns[first] -= 1
+                self.asked.append((first, time.monotonic() + self.slow.uniform(0, 0.004)))
+            self.log.launched()
 
         def value() -> str | None:
-            if self.left[step] > 0:
+            if self.left[step] or step in [batch for batch, _ in self.asked]:
                 return None
             del self.left[step]
             return f"batch {step}"
@@ -120,12 +136,25 @@ def test_a_save_and_the_load_after_it_have_no_launch_between_them() -> None:
 
 def test_a_record_that_does_not_fit_is_an_error_and_not_a_wait() -> None:
     first = stream(1, 1)
-    at = next(i for i, event in enumerate(first) if event.call == "load" and event.number)
-    for wrong in (
-        [*first[:at], first[at]._replace(call="generate"), *first[at + 1 :]],
-        [*first[:at], first[at]._replace(number=99), *first[at + 1 :]],
-        [*first[:at], first[at]._replace(launches=999), *first[at + 1 :]],
-    ):
+    load = next(i for i, event in enumerate(first) if event.call == "load" and event.number)
+    answers = [event.call for event in first].index(ANSWERS)
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (load, {"call": "generate"}),
+        (load, {"number": 99}),
+        (load, {"launches": 999}),
+        (answers, {"number": 1 << 70}),
+        (answers, {"launches": 999}),
+    ]
+    for at, changes in cases:
+        wrong = [*first[:at], first[at]._replace(**changes), *first[at + 1 :]]
         with pytest.raises(RunError, match="the record has"):
             stream(1, 2, wrong)
         assert stream(1, 2, wrong, exact=False)[:at] == first[:at]
+
+
+def test_a_line_of_the_record_stays_short() -> None:
+    """Whatever number of episodes waits."""
+    log = StreamLog()
+    taken = log.answers([True] * 20_000, True)
+    assert taken is not None and 0 < sum(taken) < 20_000
+    assert len(json.dumps(log.since(0).events)) < 2_000

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from bare_tokenizer import BareTokenizer
 from cases import and_slow
 from tiny_models import SAMPLED, random_params
 
-from jaxrl.data.batch import pack_sequences
+from jaxrl.checkpoint.writer import load_rollout, save_rollout
+from jaxrl.data.batch import make_rollout, pack_sequences
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
@@ -26,12 +28,14 @@ from jaxrl.models.experts import Experts, Routed
 from jaxrl.models.family import LayerKind
 from jaxrl.models.packing import pack_streams
 from jaxrl.models.parameters import param_shardings
+from jaxrl.roles.stream_log import ANSWERS, StreamLog
+from jaxrl.sampling import engine as engine_module
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.partial_completion import RandomKey, Reply, SampleRequest
+from jaxrl.sampling.partial_completion import RandomKey, Reply, SampleRequest, tell_again
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
-from jaxrl.types import Completion, Sequences
+from jaxrl.types import Completion, Prompt, Sequences, StreamEvent
 
 PLAIN = replace(SAMPLED, n_layers=1, max_positions=512)
 CONFIGS = {
@@ -48,6 +52,8 @@ CONFIGS = {
 }
 LONGEST = 40
 SAMPLING = SamplingParams(max_new_tokens=LONGEST, eos_ids=(3, 7, 11))
+OFTEN = replace(SAMPLING, eos_ids=tuple(range(0, 61, 3)))
+"""Turns end soon."""
 WIDTH = 64
 
 
@@ -246,19 +252,25 @@ class Letters(BareTokenizer):
 class Echo:
     """Answers three turns, each some launches later."""
 
-    def __init__(self, late: list[tuple[int, Future[Reply], Reply]]):
-        self.late, self.turns, self.ended = late, 0, 0
+    def __init__(self, late: list[tuple[int, Future[Reply], Reply]] | None, first: int = 12):
+        self.late, self.turns, self.ended, self.first = late, 0, 0, first
 
     def answer(self, text: str, *, eos: int | None, length: int) -> Future[Reply]:
         self.turns += 1
-        tokens = tuple(12 + (length + 5 * i) % 40 for i in range(1 + length % 5))
+        tokens = tuple(self.first + (length + 5 * i) % 40 for i in range(1 + length % 5))
         said = Reply(tokens if self.turns < 3 else (), "again", 0.0)
         reply: Future[Reply] = Future()
-        self.late.append((length % 3, reply, said))
+        if self.late is None:
+            reply.set_result(said)
+        else:
+            self.late.append((length % 3, reply, said))
         return reply
 
     def end(self) -> None:
         self.ended += 1
+
+    def again(self) -> Echo:
+        return Echo(self.late)
 
 
 @pytest.mark.parametrize("cancel", [False, True])
@@ -266,13 +278,10 @@ def test_episodes_go_on_with_new_weights(cancel: bool) -> None:
     """Also those that wait for an answer as they come. A request that is cancelled leaves the
     others what they are, and its episode ends, once."""
     late: list[tuple[int, Future[Reply], Reply]] = []
-    echoes, often = (
-        [Echo(late) for _ in range(6)],
-        replace(SAMPLING, eos_ids=tuple(range(0, 61, 3))),
-    )
+    echoes = [Echo(late) for _ in range(6)]
     asked = [
         SampleRequest(
-            *([13, 20 + i], often, RandomKey(3, 0, 0, i), LONGEST),
+            *([13, 20 + i], OFTEN, RandomKey(3, 0, 0, i), LONGEST),
             environment=echo,
         )
         for i, echo in enumerate(echoes)
@@ -306,6 +315,117 @@ def test_episodes_go_on_with_new_weights(cancel: bool) -> None:
         assert_learned(PLAIN, asked[i], completion, *weights)
     assert max(len(x.turns) for x in found.values()) == 5
     assert any(len(x.versions) > 2 for x in found.values())
+
+
+def episodes(first: int = 12) -> list[SampleRequest]:
+    """Their environments answer at once, and begin their answers from `first` on."""
+    return [
+        SampleRequest(
+            *([13, 20 + i], OFTEN, RandomKey(3, 0, 0, i), LONGEST),
+            **{"environment": Echo(None, first), "record_experts": True},
+        )
+        for i in range(6)
+    ]
+
+
+def in_a_file(folder: Path, begun: list[Completion]) -> list[Completion]:
+    """As a checkpoint keeps them."""
+    prompts = [Prompt(i, tuple(one.prompt), "") for i, one in enumerate(episodes())]
+    packing = {"pad_id": 0, "max_prompt_tokens": 12, "max_new_tokens": LONGEST}
+    rollout = make_rollout(prompts, [[one] for one in begun], policy_version=0, **packing)
+    save_rollout(folder / "batch.npz", rollout)
+    return list(load_rollout(folder / "batch.npz", prompts, packing).completions)
+
+
+class Played:
+    """Episodes whose answers, and newer weights, come after random launches; or after those of a
+    record."""
+
+    def __init__(self, folder: Path, seed: int, expected: list[StreamEvent], resumes: bool):
+        """
+        Args:
+            resumes: another engine goes on after each save; else the same one, as in a replay.
+        """
+        self.log, self.late, self.resumes = StreamLog(), list[Any](), resumes
+        self.folder = folder
+        self.log.follow(expected, exact=True)
+        self.version, self.engine = -1, self.made()
+        calls = [event.call for event in expected if event.call != ANSWERS] or ["load"]
+        self.come(calls.pop(0))
+        self.submit([None] * 6)
+        rng = np.random.default_rng(seed)
+        while self.engine.in_flight:
+            while calls and self.log.left(None) == 0:
+                self.come(calls.pop(0))
+            if not expected and rng.random() < 0.3 and self.version < 7:
+                calls = ["save", "load"][int(rng.integers(2)) :]
+                while calls:
+                    self.come(calls.pop(0))
+            self.engine.step()
+            if not self.engine.waited:
+                self.log.launched()
+            waiting, self.late[:] = self.late[:], []
+            for _, reply, said in waiting:
+                if rng.random() < 0.3:
+                    reply.set_result(said)
+                else:
+                    self.late.append((0, reply, said))
+        assert not calls
+        self.found = [future.result(timeout=0) for future in self.futures]
+        self.events = list(self.log.since(0).events)
+
+    def made(self) -> Engine:
+        options: dict[str, Any] = {"swaps": (9, 3), "episodes": True, "tokenizer": Letters()}
+        return made(CONFIGS["mixture"], answers=self.log.answers, **options)
+
+    def submit(self, begun: list[Any]) -> None:
+        requests = episodes()
+        left = [i for i, x in enumerate(begun) if x and x.finish_reason == "unfinished"]
+        for first in (12, 13):  # those of another environment differ where they answered
+            asked = requests if first == 12 else episodes(13)
+            same = tell_again([(asked[i], begun[i]) for i in left], Letters())
+            assert same == [first == 12 or len(begun[i].turns) < 2 for i in left]
+        for request in requests:
+            assert isinstance(request.environment, Echo)
+            request.environment.late = self.late
+        self.futures = list(map(self.engine.submit, requests, begun))
+
+    def come(self, call: str) -> None:
+        if call == "load":
+            self.version += 1
+            self.engine.swap(params(CONFIGS["mixture"], self.version), self.version)
+        else:
+            self.engine.park()
+        self.log.note(call, self.version)
+        if call == "save" and self.resumes:
+            begun = in_a_file(self.folder, self.engine.so_far(self.futures))
+            self.engine.idle()
+            self.late.clear()
+            self.engine = self.made()
+            self.submit(begun)
+
+
+@pytest.mark.parametrize("seed", and_slow([0], [(seed,) for seed in range(2, 9)]))
+def test_episodes_come_to_the_same_by_the_record(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever environments answer then; and where another engine goes on after a save, once the
+    environments are told the turns again, it comes to what this one would have."""
+    monkeypatch.setattr(engine_module, "LOOK_S", 0.0)
+    one = Played(tmp_path, seed, [], resumes=bool(seed % 2))
+    for number, resumes in enumerate((False, True)):
+        two = Played(tmp_path, 100 + 2 * seed + number, one.events, resumes)
+        assert two.events == one.events
+        for x, y in zip(one.found, two.found, strict=True):
+            assert (x.tokens, x.versions, x.turns) == (y.tokens, y.versions, y.turns)
+            assert (x.finish_reason, x.text, x.opening) == (y.finish_reason, y.text, y.opening)
+            np.testing.assert_array_equal(x.logprobs, y.logprobs)
+            np.testing.assert_array_equal(x.experts, y.experts)
+    weights = [params(CONFIGS["mixture"], version) for version in range(8)]
+    for request, completion in zip(episodes(), one.found, strict=True):
+        assert_learned(CONFIGS["mixture"], request, completion, *weights)
+    assert any(len(x.versions) > 2 for x in one.found) and max(len(x.turns) for x in one.found) == 5
+    assert {"load", "save", ANSWERS} == {event.call for event in one.events}
 
 
 def test_requests_of_another_way_wait_for_those_before_them() -> None:

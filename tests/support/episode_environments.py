@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import random
 import re
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 from jaxrl.environments import Answer, Environment
@@ -25,6 +27,24 @@ class Echo(Environment):
         if text == "done":
             return Answer("bye", reward=1.0, done=True)
         return {"messages": " ".join(self.heard), "reward": 0.5 if text == "half" else None}
+
+
+class Late(Environment):
+    """Answers two turns and ends at the third, each after some time; `draws` random numbers, or
+    says what its row and the turn decide."""
+
+    def __init__(self, draws=False):
+        self.draws = draws
+
+    def reset(self, row):
+        return "say " + row["prompt"]
+
+    async def step(self, text, messages):
+        await asyncio.sleep(random.random() * 0.03)
+        if len(messages) > 4:
+            return Answer(reward=1.0, done=True)
+        number = random.randrange(100) if self.draws else zlib.crc32(text.encode()) % 100
+        return Answer(f"{number}+", reward=0.5)
 
 
 class Stages(Environment):

@@ -171,6 +171,15 @@ LENGTH = f"reward.functions=[{FUNCTIONS}:length]"
 GSPO = ["algorithm=gspo", "teacher.model=null", LENGTH, "reward.workers=1", "group_size=4"]
 
 
+EPISODES = [
+    *GSPO,
+    *("mesh=actor=1,rollout=1", "environment.workers=1", "environment.turn_tokens=10"),
+    f"environment.name={Path(__file__).parent / 'episode_environments.py'}:Late",
+    f"sampling.stop=[{','.join('ABCDEFGHIJKLMOPQRSTUVWXZabcdefghijklmopqrstuvwxz')}]",
+]
+"""Episodes of an untrained model, some of whose turns end."""
+
+
 PENALISED = ["policy.kl_coef=0.1", "policy.entropy_coef=0.01", "policy.correction=tis_token"]
 """Of runs that learn from rewards and share their programs."""
 
