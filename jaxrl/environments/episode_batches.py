@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import itertools
 import json
 import os
 import re
+import shutil
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -37,7 +41,7 @@ from jaxrl.environments.environment_process import (
     Session,
     find,
 )
-from jaxrl.errors import RunError, UserError
+from jaxrl.errors import RunError, UserError, shown
 from jaxrl.process import atomic_files
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.user_code import Failure, too_many_failures
@@ -50,10 +54,14 @@ MOST_WORKERS = 16
 PROMPT = -1
 """Turn that stands for what `reset` returned, in records."""
 FOLDER = "episodes"
-_NAME = re.compile(r"(train|eval)-(\d+)\.jsonl")
+PACKED = ".gz"
+"""Ends the name of a record that no resumed run adds to."""
+_NAME = re.compile(r"(train|eval)-(\d+)\.jsonl(\.gz)?")
 
-Place = tuple[int, int, int, int]
+Place = tuple[int, ...]
 """Of an answer in the batches of a step: attempt, id of the prompt, sample, turn."""
+FACTS: Place = (PROMPT,) * 4
+"""Stands for what the run knows of the environment."""
 
 
 class Episodes:
@@ -67,6 +75,7 @@ class Episodes:
         run_dir: Path | None = None,
         notify: Callable[[str], None] = to_stderr,
         given: Mapping[str, bytes] = MappingProxyType({}),
+        asks: bool = True,
     ):
         """
         Args:
@@ -75,19 +84,21 @@ class Episodes:
             run_dir: where answers are recorded; None: nowhere, so that a run which is killed asks
                 its environments again.
             notify: gets messages for the user.
+            asks: whether what is not recorded is asked for. Else there are no processes, and the
+                records of `run_dir` stay as they are.
 
         Raises:
             UserError: there is no such environment; `pool.facts` says whether it can be loaded.
         """
         e = config.environment
         self.config, self.environment, self.tokenizer = config, e, tokenizer
-        self.run_dir, self.notify = run_dir, notify
+        self.run_dir, self.notify, self.asks = run_dir, notify, asks
         self.turns = TurnEncoder(tokenizer, notify)
         self.chats = has_template(tokenizer) and config.data.chat == "auto"
         """Whether texts that an environment begins with become messages of the user."""
         most = config.batch_size * config.group_size
         workers = e.workers or min(2 * (os.cpu_count() or 1), MOST_WORKERS, most)
-        self.pool = pool_of(config, workers, given)
+        self.pool = pool_of(config, workers if asks else 0, given)
         self.source = self.pool.source
         self._batches = itertools.count()
         self._looked = False
@@ -116,26 +127,19 @@ class Episodes:
             environment has one, and with its tools), and the episodes.
 
         Raises:
-            UserError: a prompt of the environment is longer than `max_prompt_tokens`.
+            UserError: a prompt of the environment is longer than `max_prompt_tokens`; or what the
+                batch needs is neither recorded nor asked for.
             RunError: more of its resets fail than `environment.max_failures` allows.
         """
         if self._last is not None and not self.config.streams:
             self._last.give_up()
-        if self.run_dir is not None:
-            # No resumed run samples batches from before the newest checkpoint again.
-            newest = None
-            with suppress(UserError):  # a disk that does not answer: they are removed later
-                newest = next(iter(store.folders(self.run_dir)), None)
-            for path in (self.run_dir / FOLDER).glob("*.jsonl"):
-                name = _NAME.fullmatch(path.name)
-                if newest is not None and name and int(name[2]) < int(newest.name):
-                    with suppress(OSError):
-                        path.unlink()
         run_dir, most = self.run_dir, most or self.config.max_new_tokens
-        journal = None if run_dir is None else Journal(run_dir, split, step, self.notify)
+        journal = None if run_dir is None else Journal(run_dir, split, step, self.notify, self.asks)
+        if run_dir is not None and self.asks:
+            self.pool.submit(asyncio.to_thread(pack, run_dir))
         number = (next(self._batches), attempt)
         self._last = batch = EpisodeBatch(self, prompts, n, most, number, journal)
-        facts = self.pool.facts()
+        facts = batch.facts()
         if facts.resets:
             batch.reset()
         own = facts.tools
@@ -261,6 +265,22 @@ class EpisodeBatch:
         self._chat = [chat_of(prompt) is not None for prompt in prompts]
         self._episodes: dict[tuple[int, int], Episode] = {}
 
+    def facts(self) -> EnvironmentFacts:
+        """Returns what is known of the environment, and records it."""
+        journal = self._journal
+        if journal is None:
+            return self.pool.facts()
+        record = journal.read.get(FACTS)
+        if not journal.asks:
+            if record is None:
+                raise journal.lacks("what the environment offers")
+            return EnvironmentFacts(record["resets"], record["tools"])
+        facts = self.pool.facts()
+        known = {"chain": "", "resets": facts.resets, "tools": list(facts.tools)}
+        if record != known:
+            self.pool.submit(journal.add(FACTS, known)).result()
+        return facts
+
     def reset(self) -> None:
         """Asks for the prompts; waits for all of them."""
         asked = [self.pool.submit(self._reset(index)) for index in range(len(self._prompts))]
@@ -323,7 +343,7 @@ class EpisodeBatch:
 
     async def _observe(self, episode: Episode, turn: int, text: str) -> Observation | Failure:
         """Returns the recorded answer, or else that of the environment, which is then recorded."""
-        record = self._record(episode, turn)
+        record = self._record(episode, turn, text)
         if record is not None and "failure" in record:
             return Failure(*record["failure"])
         if record is not None:
@@ -338,16 +358,21 @@ class EpisodeBatch:
         await self._write(episode, turn, content)
         return result
 
-    def _record(self, episode: Episode, turn: int) -> JsonObject | None:
+    def _record(self, episode: Episode, turn: int, text: str = "") -> JsonObject | None:
         """Finds the record of an earlier process; None from the first turn on that it did not
-        see."""
-        if self._journal is None or not episode.replaying:
+        see. Raises UserError or RunError where that must not be."""
+        journal = self._journal
+        if journal is None or not episode.replaying:
             return None
-        record = self._journal.read.get((*episode.place, turn))
-        if record is None or record["chain"] != episode.chain:
-            episode.replaying = turn == PROMPT
-            return None
-        return record
+        record = journal.read.get((*episode.place, turn))
+        if record is not None and record["chain"] == episode.chain:
+            return record
+        if not journal.asks:
+            what = "the prompt" if turn == PROMPT else f"turn {turn + 1}"
+            what += f" of sample {episode.sample} of prompt {episode.place[1]}"
+            raise journal.lacks(what) if record is None else journal.differs(what, text)
+        episode.replaying = turn == PROMPT
+        return None
 
     async def _write(self, episode: Episode, turn: int, content: JsonObject) -> None:
         if self._journal is not None:
@@ -397,11 +422,22 @@ class Journal:
 
     A resumed run samples a batch again with the same bits, and so writes the same turns, as long as
     the environments answer as they did: also those that draw random numbers, or look at the world.
+    So does a replay, which asks none of them.
     """
 
-    def __init__(self, run_dir: Path, split: Split, step: int, notify: Callable[[str], None]):
-        """Reads what an earlier process recorded, to which it adds."""
+    def __init__(
+        self,
+        run_dir: Path,
+        split: Split,
+        step: int,
+        notify: Callable[[str], None],
+        asks: bool = True,
+    ):
+        """Reads what an earlier process recorded, to which it adds if it `asks`."""
         self.path, self._notify = run_dir / FOLDER / f"{split}-{step}.jsonl", notify
+        self.asks = asks
+        self._when = f"step {step + 1}" if split == "train" else f"the evaluation after step {step}"
+        self._when += f" of {run_dir}"
         self.read: dict[Place, JsonObject] = {}
         """What it recorded; of two records of one place, the later."""
         self._waiting: list[str] = []
@@ -409,6 +445,20 @@ class Journal:
         self._forgets = self._refused = False
         for record in self._records():
             self.read[tuple(record.pop("place"))] = record
+
+    def lacks(self, what: str) -> UserError:
+        """Makes the error of what is not recorded."""
+        return UserError(
+            f"{self._when} cannot be replayed: {self.path} has no line for {what}: an older jaxrl"
+            " removed it, it was cut or damaged since, or the episode ended there in the run"
+        )
+
+    def differs(self, what: str, text: str) -> RunError:
+        """Makes the error of a turn that is not the one whose answer is recorded."""
+        return RunError(
+            f"{self._when} differs: {what} is not the one that the environment answered then."
+            f" Replayed, it is {shown(text)}"
+        )
 
     async def add(self, place: Place, record: JsonObject) -> None:
         """Writes an answer; in the file when this returns. A disk that refuses it is reported, and
@@ -424,7 +474,7 @@ class Journal:
                 if not self._refused:
                     self._notify(
                         f"{self.path} cannot be written: {error.strerror}; a run that is killed now"
-                        " asks its environments again"
+                        " asks its environments again, and none of it is replayed"
                     )
                 self._refused = True
 
@@ -445,15 +495,49 @@ class Journal:
     def _records(self) -> list[JsonObject]:
         """Returns the whole lines of the file, if there is one; ends a line that a killed process
         did not end."""
-        records = []
+        records, content = [], _packed(self.path)
         with suppress(OSError):
-            text = self.path.read_text(encoding="utf-8", errors="replace")
-            for line in text.splitlines():
-                with suppress(ValueError):
-                    records.append(json.loads(line))
-            if text and not text.endswith("\n"):
+            content += self.path.read_bytes()
+        for line in content.splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                record = json.loads(line)
+                if {*map(type, record["place"])} == {int} and "chain" in record:
+                    records.append(record)
+        if self.asks and content and not content.endswith(b"\n"):
+            with suppress(OSError):
                 self._write("\n")
         return records
+
+
+def pack(run_dir: Path) -> None:
+    """Compresses the records of batches from before the newest checkpoint: no resumed run samples
+    these again, a replay does."""
+    with suppress(UserError, OSError):  # a disk that does not answer: later
+        newest = next(iter(store.folders(run_dir)), None)
+        for path in (run_dir / FOLDER).glob("*.jsonl"):
+            name = _NAME.fullmatch(path.name)
+            if newest is not None and name and int(name[2]) < int(newest.name):
+                content = gzip.compress(_packed(path) + path.read_bytes())
+                write = partial(Path.write_bytes, data=content)
+                atomic_files.put_file(path.with_name(path.name + PACKED), write)
+                path.unlink()
+
+
+def _packed(path: Path) -> bytes:
+    """Returns what is packed of a file of records."""
+    with suppress(OSError, EOFError, zlib.error):
+        return gzip.decompress(path.with_name(path.name + PACKED).read_bytes()) + b"\n"
+    return b""
+
+
+def copy_records(run_dir: Path, to: Path, step: int) -> None:
+    """Copies the records of the batches that the weights after `step` batches, and later ones,
+    sampled."""
+    for path in (run_dir / FOLDER).glob("*.jsonl*"):
+        name = _NAME.fullmatch(path.name)
+        if name and int(name[2]) >= step:
+            (to / FOLDER).mkdir(exist_ok=True)
+            shutil.copyfile(path, to / FOLDER / path.name)
 
 
 def row_of(prompt: Prompt) -> JsonObject:

@@ -225,6 +225,8 @@ class Setup:
     """The teacher generates, for the student to learn from or for its own accuracy."""
     given: Mapping[str, bytes] = field(default_factory=dict)
     """Reward functions and environment from Python, pickled, by their entries in the config."""
+    answers: Path | None = None
+    """As in `PythonObjects`."""
     row_multiple: int = 1
     """Rows of a batch are a multiple of this: every mesh divides them."""
     run_dir: Path = Path()
@@ -422,6 +424,7 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
         teacher_samples=bool(teacher.models) and generates(config, "teacher"),
         evaluates_teacher=evaluates,
         given=given.code,
+        answers=given.answers,
         train=train,
         tokenizer_files=student.tokenizer_files(),
         train_lengths=tuple(train.measure_lengths(config.steps * config.batch_size, learned)),
@@ -444,7 +447,7 @@ def _check_code(
     check_own_parts(config)
     begun, notes = False, list[str]()
     named, passed_to = {"task", "entry", "options"}, list[str]()
-    if config.environment.name is not None:
+    if config.environment.name is not None and given.answers is None:
         with pool_of(config, 1, given.code) as pool:
             environment = pool.facts()
         begun = environment.resets

@@ -340,7 +340,14 @@ def _sampler(
     aligner = setup.teacher.open_aligner() if teacher else None
     if aligner is not None:
         tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.end_ids
-    made = partial(job.episodes, config, tokenizer, run_dir=setup.run_dir, given=setup.given)
+    made = partial(
+        job.episodes,
+        config,
+        tokenizer,
+        run_dir=setup.answers or setup.run_dir,
+        given=setup.given,
+        asks=setup.answers is None,
+    )
     return Sampler(
         config,
         source.config,

@@ -61,6 +61,9 @@ class PythonObjects:
     code: Mapping[str, bytes] = field(default_factory=dict)
     """Pickled reward functions and environment; workers get these."""
     rows: Mapping[str, Rows] = field(default_factory=dict)
+    answers: Path | None = None
+    """The folder of the run that is replayed, whose environments' answers are given again; None:
+    environments are asked."""
 
 
 NOTHING = PythonObjects()

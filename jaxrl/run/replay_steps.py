@@ -24,6 +24,7 @@ from jaxrl.config.keys import mappings
 from jaxrl.config.schema import CONFIG_FILE, Config, Overrides
 from jaxrl.config.yaml_text import assignments
 from jaxrl.data.tokenizer import Tokenizer, decode_text
+from jaxrl.environments.episode_batches import copy_records
 from jaxrl.errors import RunError, UserError, counted
 from jaxrl.process.interrupt import Interrupted
 from jaxrl.process.json_types import JsonObject
@@ -171,14 +172,17 @@ def replay(
     source.check(start, last)
     same, changed = place / "same", place / "changed"
     source.copy_to(same, start)
-    again = _Again(source, given, last, looks=step is not None, saves=bool(keys), tell=tell)
-    other_keys = replace(again, keys=dict(assignments(keys, mappings(Config))), saves=False)
+    recorded = replace(given, answers=source.path.absolute())
+    again = _Again(source, recorded, last, looks=step is not None, saves=bool(keys), tell=tell)
+    values = dict(assignments(keys, mappings(Config)))
+    other_keys = replace(again, given=given, keys=values, saves=False)
     if keys:
         _check_keys(other_keys.keys, source, other_keys.config(changed))
     found = again.run(same, start)
     if keys and found.same:
         begin = last - 1  # with the weights before the step and, if the keys allow it, its batch
         replace(source, path=same).copy_to(changed, begin)
+        copy_records(source.path, changed, begin)
         other = other_keys.run(changed, begin)
         found = replace(found, changed=other.step, keys=other_keys.keys)
     return found

@@ -15,7 +15,7 @@ from jaxrl.config import Config
 from jaxrl.data.example import Example
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.thoughts import opening_of
-from jaxrl.environments.episode_batches import EpisodeBatch, Episodes, row_of
+from jaxrl.environments.episode_batches import EpisodeBatch, Episodes, pack, row_of
 from jaxrl.errors import RunError, UserError
 from jaxrl.sampling.partial_completion import Reply
 from jaxrl.types import Prompt
@@ -30,6 +30,7 @@ def made(
     tokenizer: Any = CHAT,
     run_dir: Path | None = None,
     max_prompt_tokens: int = 500,
+    asks: bool = True,
     **given: Any,
 ) -> closing[Episodes]:
     config = Config.parse(
@@ -41,7 +42,7 @@ def made(
             "environment": {"name": f"{HERE}:{name}", "workers": 1, "timeout": 5, **given},
         }
     )
-    return closing(Episodes(config, tokenizer, run_dir=run_dir))
+    return closing(Episodes(config, tokenizer, run_dir=run_dir, asks=asks))
 
 
 def prompts(*texts: str, tokenizer: Any = CHAT, **columns: object) -> list[Prompt]:
@@ -231,19 +232,63 @@ def test_a_killed_run_gets_the_same_answers_again(tmp_path: Path) -> None:
         assert [row[0].text for row in changed[2:]] != [row[0].text for row in after[2:]]
 
 
-def test_records_of_steps_before_the_newest_checkpoint_go(tmp_path: Path) -> None:
-    folder = tmp_path / "episodes"
-    folder.mkdir()
-    for name in ("train-3", "train-4", "eval-2", "eval-4", "notes"):
+def test_a_replay_is_told_what_was_recorded_or_what_is_not(tmp_path: Path) -> None:
+    """Whichever line is gone, torn or of another turn; no process starts, and the files stay."""
+    given = prompts("one", "two", random_reset=True)
+    with made("Random", run_dir=tmp_path) as episodes:
+        before = play(episodes, given, turns=5)
+    path = tmp_path / "episodes" / "train-3.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 2 + 4 * 5
+    for number, line in enumerate(lines):
+        attempt, prompt, sample, turn = json.loads(line)["place"]
+        what = "what the environment offers"
+        if attempt == 1:
+            what = "the prompt" if turn < 0 else f"turn {turn + 1}"
+            what += f" of sample {sample} of prompt {prompt}"
+        gone = f"step 4 of .* cannot be replayed: .*train-3.jsonl has no line for {what}"
+        other = line.replace('"chain": "', '"chain": "0')
+        for damaged, error, told in (
+            ("", UserError, gone),
+            (line[: len(line) // 2], UserError, gone),
+            ("[1]\n", UserError, gone),
+            (other, RunError, rf"step 4 of .* differs: {what} is not the one .*, it is "),
+        ):
+            if damaged == other and attempt < 0:
+                continue
+            path.write_text("".join([*lines[:number], damaged, *lines[number + 1 :]]))
+            content = path.read_bytes()
+            with made("Random", run_dir=tmp_path, asks=False) as episodes:
+                with pytest.raises(error, match=told):
+                    play(episodes, given, turns=5)
+                assert not episodes.pool.processes and path.read_bytes() == content
+    path.write_text("".join(lines))
+    with made("Random", run_dir=tmp_path, asks=False) as episodes:
+        assert play(episodes, given, turns=5) == before
+
+
+def test_records_of_steps_before_the_newest_checkpoint_are_packed(tmp_path: Path) -> None:
+    """And read as before, with what a run that lost that checkpoint adds."""
+    folder, given = tmp_path / "episodes", prompts("one", "two")
+    with made("Random", run_dir=tmp_path) as episodes:
+        before = play(episodes, given, turns=3)
+    for name in ("train-4", "eval-2", "eval-4", "notes"):
         (folder / f"{name}.jsonl").touch()
     checkpoint = tmp_path / "checkpoints" / "4"
     checkpoint.mkdir(parents=True)
-    with made("Echo", run_dir=tmp_path) as episodes:
-        episodes.begin(prompts("one"), n=1, step=4)
-        assert len(list(folder.iterdir())) == 5, "no manifest: it is being written"
-        (checkpoint / "manifest.json").touch()
-        episodes.begin(prompts("one"), n=1, step=4, split="eval")
-    assert sorted(p.stem for p in folder.iterdir()) == ["eval-4", "notes", "train-4"]
+    pack(tmp_path)
+    assert not [*folder.glob("*.gz")], "no manifest: it is being written"
+    (checkpoint / "manifest.json").touch()
+    for turns in (3, 4, 5):
+        with made("Random", run_dir=tmp_path) as episodes:
+            after = play(episodes, given, turns=turns)
+            assert [row[: len(known)] for row, known in zip(after, before, strict=True)] == before
+            before = after
+        pack(tmp_path)
+        names = ["eval-2.jsonl.gz", "eval-4.jsonl", "notes.jsonl", "train-3.jsonl.gz"]
+        assert sorted(p.name for p in folder.iterdir()) == [*names, "train-4.jsonl"]
+    with made("Random", run_dir=tmp_path, asks=False) as episodes:
+        assert play(episodes, given, turns=5) == before
 
 
 def test_a_recorded_failure_is_one_again(tmp_path: Path) -> None:
@@ -251,7 +296,7 @@ def test_a_recorded_failure_is_one_again(tmp_path: Path) -> None:
         with made("Echo", run_dir=tmp_path, max_failures=1) as episodes:
             _, batch = episodes.begin(prompts("one"), n=1, step=0)
             assert "KeyError" in str(reply(batch, (0, 0), "raise").failure)
-    (line,) = (tmp_path / "episodes" / "train-0.jsonl").read_text().splitlines()
+    _, line = (tmp_path / "episodes" / "train-0.jsonl").read_text().splitlines()
     assert json.loads(line)["failure"][0] == "exception"
 
 
@@ -282,7 +327,7 @@ def test_failures_that_ended_a_run_are_asked_for_again(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="failed on 1 of 2 episodes"):
             reply(batch, (0, 1), "raise")
     (file,) = (tmp_path / "episodes").glob("*.jsonl")
-    (record,) = map(json.loads, file.read_text().splitlines())
+    _, record = map(json.loads, file.read_text().splitlines())
     assert record["messages"][0]["content"] == "a"
 
 
@@ -293,4 +338,4 @@ def test_records_of_another_row_do_not_count(tmp_path: Path) -> None:
             _, batch = episodes.begin(prompts("one", door=door), n=1, step=0)
             assert reply(batch, (0, 0), told).text == told
     (file,) = (tmp_path / "episodes").glob("*.jsonl")
-    assert len(file.read_text().splitlines()) == 2
+    assert len(file.read_text().splitlines()) == 3

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from cases import and_slow
 from delays import at_random
-from runs import ALONE, CONSTANT, EPISODES, GSPO, QUICK, SHORT, save_pair
+from runs import ALONE, AS_TRAINED, CONSTANT, EPISODES, GSPO, QUICK, SHORT, save_pair
 
 import jaxrl
 from jaxrl import Config, RunError, UserError, replay, train
@@ -114,6 +116,84 @@ def test_a_streamed_run_comes_to_the_same(
         for step in (4, 6) if seed else (6,):
             late = replay(tmp_path / "run", step)
             assert late.same and 0 < late.start < step, late
+
+
+DICE = """
+import random
+from pathlib import Path
+
+from jaxrl.environments import Answer, Environment
+
+if Path(__file__).with_name("gone").exists():
+    raise RuntimeError("it is gone")
+
+
+class Dice(Environment):
+    def roll(self, sides: int) -> int:
+        \"\"\"Rolls.
+
+        Args:
+            sides: how many.
+        \"\"\"
+
+    tools = random.choice([[], [roll]])
+
+    def reset(self, row):
+        even = len(row["prompt"]) % 2 == 0
+        return row["prompt"] if even else f"{random.randrange(100)}+{random.randrange(100)}="
+
+    def step(self, text, messages):
+        if random.random() < 0.1:
+            raise ValueError("no luck")
+        said, done = f"{random.randrange(100)}+", random.random() < 0.3
+        return Answer(said, reward=random.choice([None, random.random()]), done=done)
+"""
+EPISODES = ["max_new_tokens=32", "environment.turn_tokens=8", "environment.workers=1", *AS_TRAINED]
+EPISODES += ["environment.max_failures=1", "optimizer.learning_rate=1e-4", "steps=2"]
+EPISODES += ["checkpoint.every=1"]
+
+
+@contextmanager
+def rolled(run: Path, *keys: str) -> Iterator[None]:
+    """Trains in an environment that no seed decides, and that is not there in this block."""
+    (run.parent / "dice.py").write_text(DICE)
+    named = "student.model=builtin:student", f"environment.name={run.parent / 'dice.py'}:Dice"
+    train(config([], run, *GSPO, *named, *EPISODES, *keys))
+    before = {path: path.read_bytes() for path in (run / "episodes").iterdir()}
+    (run.parent / "gone").touch()
+    yield
+    assert {path: path.read_bytes() for path in (run / "episodes").iterdir()} == before
+
+
+@pytest.mark.parametrize("case", and_slow(["gspo", "one_step_off"], ["dropped", "adapters"]))
+def test_a_run_with_a_random_environment_comes_to_the_same(tmp_path: Path, case: str) -> None:
+    """Whose answers are not asked for again; a record without one of them is no difference."""
+    run = tmp_path / "run"
+    with rolled(run, *CASES[case][len(GSPO) :]):
+        whole = replay(run)
+        assert whole.same and whole.has_weights and whole.last == 2, whole
+    lines = (run / "episodes" / "eval-2.jsonl").read_text().splitlines(keepends=True)
+    assert any('"done": false' in line for line in lines), "episodes of several turns"
+    (run / "episodes" / "eval-2.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(UserError, match=r"after step 2 of .* cannot be replayed: .*-2.jsonl has"):
+        replay(run, 2)
+
+
+@pytest.mark.slow
+def test_other_keys_change_one_step_of_episodes(tmp_path: Path) -> None:
+    """The completions stay; where others are sampled, only what is not recorded is asked for."""
+    run = tmp_path / "run"
+    with rolled(run, "mesh=actor+rollout=1"):
+        (tmp_path / "gone").unlink()
+        found = replay(run, 2, ["policy.entropy_coef=0.5"])
+        assert found.same and found.step is not None and found.changed is not None, found
+        one, two = (done.batch for done in (found.step, found.changed))
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_array_equal(one.learner_logprobs, two.learner_logprobs)
+        found = replay(run, 2, {"sampling.temperature": 0.2})
+        assert found.step is not None and found.changed is not None
+        one, two = (done.batch for done in (found.step, found.changed))
+        assert one.prompts == two.prompts and one.texts != two.texts, "begun as recorded"
 
 
 def test_a_record_that_does_not_fit_is_told(models: list[str], tmp_path: Path) -> None:
