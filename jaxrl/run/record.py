@@ -2,7 +2,8 @@
 and seed.
 
 `batches.jsonl` has the rewards of each batch, which code of the user's may have drawn or asked for,
-and checksums of what was sampled. `stream.jsonl` has what timing decided where batches are streamed
+checksums of what was sampled and digests of what served teachers answered (environments record
+their answers in `episodes/`). `stream.jsonl` has what timing decided where batches are streamed
 (`schedule=streaming`), a line for each event: `["load", 3, 17]`, as in `types.StreamEvent`. Lines
 are written before the row or the checkpoint that depends on them. A run that resumes follows the
 events after its checkpoint, and a replay all of them.
@@ -37,15 +38,23 @@ RESTART = "restart"
 
 
 def batch_record(
-    step: int, rollout: Rollout, report: RewardReport | None, events: int | None = None
+    step: int,
+    rollout: Rollout,
+    report: RewardReport | None,
+    events: int | None = None,
+    answers: Sequence[Mapping[str, int]] = (),
 ) -> JsonObject:
     """Returns the record of the batch that a step trained on. Arrays of rewards are [B] with the
     rows of padding, null where a completion has none.
 
     Args:
         events: lines of `STREAM_FILE` that are written.
+        answers: for each part of the teachers' scores, who answered -> the digest of that.
     """
     found: JsonObject = {"step": step} | checksums_of(rollout)
+    for part in answers:
+        for name, digest in part.items():
+            found.setdefault("answers", {}).setdefault(name, []).append(digest)
     if events is not None:
         found["events"] = events
     if report is not None:

@@ -65,6 +65,8 @@ QUIET = {
 """Keys of a replay that are not those of its run."""
 SUMS = "tokens", "logprobs"
 """Of what was sampled: checksums in `BATCHES_FILE`."""
+ANSWER = "answer of "
+"""Begins the name of what differs where a served teacher has answered otherwise."""
 SHOWN = 12
 """Metrics that a message lists."""
 
@@ -114,6 +116,10 @@ class Replay:
             lines = [f"same bits: {done} of {self.run_dir} {begun}{weights}"]
         else:
             lines = [f"step {self.differs_at} of {self.run_dir} differs, replayed {begun}"]
+            for name in self.differences:
+                if name.startswith(ANSWER):
+                    who = f"{name.removeprefix(ANSWER)} at step {self.differs_at}"
+                    lines += [f"not repeatable: {who}, which was asked the same as in the run"]
             lines += _listed(self.differences, "recorded", "replayed")
         if self.step is not None and self.changed is not None:
             lines += ["", *self._compared(self.step, self.changed)]
@@ -396,6 +402,11 @@ class _Again:
         there = self.source.batches.get(row["step"], {})
         sums = {name: (there.get(name), recorded[name]) for name in SUMS if row["step"]}
         found = {f"checksum of {name}": both for name, both in sums.items() if both[0] != both[1]}
+        if not found:  # else they were asked something else
+            now = recorded.get("answers", {})
+            for who, digests in there.get("answers", {}).items():
+                if digests != now.get(who):
+                    found[ANSWER + who] = digests, now.get(who)
         return found | _differences(self.source.rows[row["step"]], row)
 
 

@@ -315,7 +315,9 @@ class Run:
         self.first_step_at = self.first_step_at or end
         row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
         events = None if self.stream is None else self.stream.lines
-        self.recorded = batch_record(step, rollout, report, events)
+        scored = [future for key, future in futures.items() if key.startswith("score.teacher")]
+        digests = [future.times.noted for future in scored]
+        self.recorded = batch_record(step, rollout, report, events, digests)
         self.batches.append([json.dumps(self.recorded)])
         self._write(step, row)
 

@@ -122,6 +122,7 @@ class _Here(threading.local):
     phase: Phase | None = None
     stopping: threading.Event | None = None
     worker: LocalWorker | None = None
+    times: Times | None = None
 
 
 here = _Here()
@@ -162,6 +163,12 @@ def ask_to_stop(stop: StopTraining) -> None:
     here.worker.stop_asked = here.worker.stop_asked or stop
 
 
+def note(facts: Mapping[str, int]) -> None:
+    """Adds to what is known of the current call when its value is gone."""
+    if here.times is not None:
+        here.times.noted |= facts
+
+
 @dataclass
 class Times:
     """When a call ran, in `time.monotonic` seconds; it may be kept without the call's value."""
@@ -174,6 +181,8 @@ class Times:
     """Transfers to and from host memory for this call (`offload.*`)."""
     made_s: float | None = None
     """Seconds to build the role before its first call, where `lazy=true`."""
+    noted: dict[str, int] = field(default_factory=dict)
+    """What the call has noted of its value (`note`)."""
 
     @property
     def seconds(self) -> float:
@@ -682,7 +691,7 @@ class LocalWorker:
 
     def _execute(self, call: LocalFuture, own: Phase) -> None:
         """Runs one call; `own` is the worker's phase or, where it runs aside, its own."""
-        here.phase, here.stopping, here.worker = own, self._stopping, self
+        here.phase, here.stopping, here.worker, here.times = own, self._stopping, self, call.times
         call.phase, call.thread = own, threading.current_thread()
         name = f"{call.role}.{call.method}"
         with self._ends(call):

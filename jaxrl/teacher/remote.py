@@ -22,6 +22,7 @@ import json
 import random
 import ssl
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ from jaxrl.process.json_types import JsonObject
 from jaxrl.process.waiting import waiting
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import part_rows
-from jaxrl.runtime.worker import POLL_S, phase
+from jaxrl.runtime.worker import POLL_S, note, phase
 from jaxrl.teacher import protocol
 from jaxrl.teacher.protocol import JSON, ROUNDING, TOKEN, Info, Options, Signal, row_bytes
 from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal, signal_of
@@ -641,7 +642,7 @@ class RemoteTeachers:
     ) -> TeacherSignal | None:
         """Returns the teacher's signal for each completion position of some rows, as numpy arrays.
         Of several teachers a row gets its own one's or, of a mixture, the mixture's; zeros where it
-        has no teacher, as padding.
+        has no teacher, as padding. Notes a digest of each teacher's answer, by its name.
 
         Args:
             part, parts: which of how many slices of rows; None where it is empty.
@@ -656,7 +657,10 @@ class RemoteTeachers:
         where = ", ".join(self._config.teachers) or self._config.teacher.address
         with phase(f"rows {rows.start}-{rows.stop} of {n}, at {where}"):
             if weights is None:
-                return self._clients[0].score(*inputs, self._config.distill, self._vocab_size)
+                (client,) = self._clients
+                answer = client.score(*inputs, self._config.distill, self._vocab_size)
+                _note(client, protocol.present(answer), inputs[0].loss_mask)
+                return answer
             return self._combined(inputs, weights[rows])
 
     def close(self) -> None:
@@ -678,6 +682,8 @@ class RemoteTeachers:
 
         pairs = list(zip(self._clients, asked.T, strict=True))
         answers = _side_by_side(lambda pair: ask(*pair), pairs, len(pairs))
+        for (client, mine), answer in zip(pairs, answers, strict=True):
+            _note(client, answer, inputs[0].loss_mask[mine])
         # Hidden states of a mixture stand one after the other, those of one of several at 0.
         infos = [client.info for client in self._clients]
         widths = np.array([info.d_model if isinstance(info, Info) else 0 for info in infos])
@@ -699,6 +705,16 @@ class RemoteTeachers:
         if mixture is not None and "topk_ids" in out and inputs[1] is not None:
             out["topk_ids"] = inputs[1]  # the same tokens for all
         return signal_of(out)
+
+
+def _note(client: AnyClient, answer: Mapping[str, np.ndarray], mask: np.ndarray) -> None:
+    """Notes the CRC-32 of what a teacher says, in tensors [B, C, ...], where `mask` [B, C] is
+    True."""
+    found = 0
+    for _, x in sorted(answer.items()):
+        for row, trained in zip(x, np.asarray(mask), strict=True):
+            found = zlib.crc32(row[trained].tobytes(), found)
+    note({f"teacher {client.endpoint.name}".strip(): found})
 
 
 def remote_info(config: Config, name: str = ONLY) -> AnyInfo:

@@ -25,7 +25,7 @@ from runs import CONSTANT, SHORT, save_model
 from safetensors.numpy import load_file
 from tiny_models import Memory, make_mesh, tiny_config, tiny_model, tiny_tensors
 
-from jaxrl import serve_teacher
+from jaxrl import replay, serve_teacher
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.model_source import ModelSource, resolve_model
 from jaxrl.config.cli import run
@@ -36,7 +36,13 @@ from jaxrl.process.http_server import Limits, server_tls
 from jaxrl.sharding.reshard import to_host
 from jaxrl.teacher.local_teacher import RoutedTeachers, Scorer
 from jaxrl.teacher.protocol import TOKEN, present
-from jaxrl.teacher.remote import RemoteTeachers, TeacherError, check_together, remote_info
+from jaxrl.teacher.remote import (
+    RemoteTeachers,
+    TeacherClient,
+    TeacherError,
+    check_together,
+    remote_info,
+)
 from jaxrl.teacher.server import ScoringService, TeacherServer
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt, Rollout, SampledSignal, TeacherSignal
@@ -478,6 +484,35 @@ def test_a_run_with_two_teachers_on_one_port_goes_on_with_the_same_alone(
         with pytest.raises(UserError, match=word):
             again = served(server, [*both])
             trained(models, folder, again, "steps=3", *over_tls(certificate))
+
+
+@pytest.mark.parametrize("at", and_slow([3], [0]))
+def test_a_replay_names_the_teacher_that_answers_otherwise(
+    models: dict[str, str],
+    both: dict[str, ScoringService],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at: int,
+) -> None:
+    """And the step: each batch is asked about in two parts."""
+    run, real, asked = tmp_path / "run", TeacherClient.score, []
+
+    def other(client: TeacherClient, *given: Any) -> TeacherSignal:
+        answer = real(client, *given)
+        if client.endpoint.name == "code":
+            asked.append(given)
+            if len(asked) == at + 1:
+                return jax.tree.map(lambda x: x + x.dtype.type(0.01), answer)
+        return answer
+
+    with serving(both) as server:
+        trained(models, run, served(server, [*both]))
+        assert replay(run).same
+        monkeypatch.setattr(TeacherClient, "score", other)
+        found = replay(run)
+        assert found.differs_at == 1 + at // 2 and "answer of teacher code" in found.differences
+        assert f"not repeatable: teacher code at step {1 + at // 2}," in str(found)
+        assert "teacher math" not in str(found) and len(asked) == 2 * found.last == 4
 
 
 @pytest.mark.slow

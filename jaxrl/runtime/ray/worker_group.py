@@ -512,7 +512,7 @@ class RayWorkerGroup:
                 shift = now - (first.finished or now)
                 future.times.finished = now
                 future.times.started = now - first.seconds
-                future.times.made_s = first.made_s
+                future.times.made_s, future.times.noted = first.made_s, first.noted
                 future.times.moves = tuple(move.later(shift) for move in first.moves)
             stays = STATEFUL.get(future.role) == future.method and error is None
             if stays and not pool.trains:
