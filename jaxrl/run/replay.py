@@ -1,7 +1,7 @@
 """Does a finished or stopped run again from its folder, and says whether it comes to the same bits;
 or one of its steps, also with other keys.
 
-Takes the rewards that the run recorded; asks served teachers and environments again.
+Takes the rewards and the answers of environments that the run recorded; asks served teachers again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def replay(
 
     Raises:
         UserError: bad input, or the folder lacks what a replay needs.
-        RunError: the record of a streamed run does not fit.
+        RunError: the record of a streamed run does not fit, or a turn of an episode is another
+            than the one whose answer is recorded.
     """
     from jaxrl.run.python_objects import PythonObjects, entries, pickled_rewards
     from jaxrl.run.replay_steps import replay as again

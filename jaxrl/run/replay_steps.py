@@ -1,8 +1,8 @@
 """Does a run, or one of its steps, again from what its folder has, and compares.
 
 A replay is a run in a folder of its own that resumes from a checkpoint of the other one. It takes
-the rewards that were recorded, calls the sampler as it was called (`run.record`), and writes no
-checkpoint.
+the rewards and the answers of environments that were recorded, calls the sampler as it was called
+(`run.record`), and writes no checkpoint.
 """
 
 from __future__ import annotations
