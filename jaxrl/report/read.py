@@ -20,6 +20,7 @@ from jaxrl.errors import UserError
 from jaxrl.plan.table import PLAN_DATA_FILE, read_plan
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
 from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE, StageTable
+from jaxrl.run.record import TOKENS_FILE
 from jaxrl.run.run_dir import LOCK, sessions
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
@@ -44,6 +45,8 @@ class RunFiles:
     """As `plan.table.plan_json` describes it."""
     stages: JsonObject | None
     """What a profiled run measured of its stages, as `StageTable.to_json` makes it."""
+    tokens: JsonObject | None
+    """Of a replay: the `title`, `heads` and `rows` of the tokens of one completion."""
     sessions: tuple[JsonObject, ...]
     """The starts of the run, as `run.run_dir.sessions` returns them."""
     running: bool
@@ -87,6 +90,7 @@ def read_run(path: Path) -> RunFiles:
         events=tuple(_lines(path / TIMELINE_FILE, notes, lambda event: event)),
         plan=_document(path / PLAN_DATA_FILE, notes, read_plan),
         stages=_document(path / PROFILE_DIR / STAGES_FILE, notes, StageTable.read),
+        tokens=_document(path / TOKENS_FILE, notes, _Tokens.read),
         sessions=tuple(sessions(path)),
         running=_locked(path / LOCK),
         notes=tuple(notes),
@@ -166,6 +170,19 @@ class _Sample(BaseModel):
         """Returns the sample; raises ValueError for one that nobody wrote so."""
         cls.model_validate(sample, strict=True)
         return sample
+
+
+class _Tokens(BaseModel):
+    """What a replay writes of the tokens of one completion."""
+
+    title: str
+    columns: dict[str, list[str]]
+
+    @classmethod
+    def read(cls, text: str) -> JsonObject:
+        found = cls.model_validate_json(text, strict=True)
+        rows = [*zip(*found.columns.values(), strict=True)]
+        return {"title": found.title, "heads": [*found.columns], "rows": rows}
 
 
 def _document(path: Path, notes: list[str], read: Callable[[str], JsonObject]) -> JsonObject | None:

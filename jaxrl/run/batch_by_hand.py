@@ -30,6 +30,10 @@ Scores = Mapping[str, Sequence[Future[Any]]]
 class Table(str):
     """Text that a notebook shows as it is."""
 
+    heading = ""
+    columns: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """Name -> its cells, which are below each other in the text."""
+
     def __repr__(self) -> str:
         return str(self)
 
@@ -37,15 +41,18 @@ class Table(str):
     def of(cls, title: str, columns: Mapping[str, Sequence[object]]) -> Table:
         """Lays columns out under their names: texts to the left, numbers to the right."""
         lines = [""] * (1 + max(map(len, columns.values())))
+        texts = {name: [_cell(value) for value in values] for name, values in columns.items()}
         for name, values in columns.items():
-            cells = [name, *(_cell(value) for value in values)]
+            cells = [name, *texts[name]]
             width = max(map(len, cells))
             text = any(isinstance(value, str) for value in values)
             lines = [
                 f"{line}  {cell.ljust(width) if text else cell.rjust(width)}"
                 for line, cell in zip(lines, cells, strict=True)
             ]
-        return cls("\n".join([title, *(line.rstrip() for line in lines)]))
+        made = cls("\n".join([title, *(line.rstrip() for line in lines)]))
+        made.heading, made.columns = title, texts
+        return made
 
 
 def _cell(value: object) -> str:

@@ -33,6 +33,8 @@ from jaxrl.types import Rollout, StreamEvent, StreamEvents
 
 BATCHES_FILE = "batches.jsonl"
 STREAM_FILE = "stream.jsonl"
+TOKENS_FILE = "tokens.json"
+"""The table of one completion's tokens, in a folder that a replay keeps."""
 RESTART = "restart"
 """The event of a sampler that was lost with all that it had in flight."""
 

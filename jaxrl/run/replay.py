@@ -129,6 +129,8 @@ def main(argv: Sequence[str]) -> int | None:
     for done in filter(None, (found.step, changed if row is not None else None)):
         of = f"with {' '.join(arguments.overrides)}:\n" if done is changed else ""
         print(f"\n{of}{done.batch!r}" if row is None else f"\n{of}{done.batch.row(row)}")
+    if arguments.folder is not None and row is not None:
+        found.write_tokens(user_path(arguments.folder), row)
     return None if found.same else cli.EXIT_FAILED
 
 

@@ -8,6 +8,7 @@ the rewards and the answers of environments that were recorded, calls the sample
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,6 +38,7 @@ from jaxrl.run.record import (
     BATCHES_FILE,
     RESTART,
     STREAM_FILE,
+    TOKENS_FILE,
     BatchLines,
     checksums_of,
     following,
@@ -67,6 +69,8 @@ SUMS = "tokens", "logprobs"
 """Of what was sampled: checksums in `BATCHES_FILE`."""
 ANSWER = "answer of "
 """Begins the name of what differs where a served teacher has answered otherwise."""
+SAME, CHANGED = "same", "changed"
+"""Folders of a step's replays, as it was and with other keys."""
 SHOWN = 12
 """Metrics that a message lists."""
 
@@ -127,6 +131,15 @@ class Replay:
 
     __repr__ = __str__
 
+    def write_tokens(self, place: Path, row: int) -> None:
+        """Writes the tables of one completion's tokens into the folder of the replay, for a report
+        of the runs in it."""
+        for name, done in ((SAME, self.step), (CHANGED, self.changed)):
+            if done is not None:
+                table = done.batch.row(row)
+                content = json.dumps({"title": table.heading, "columns": table.columns})
+                (place / name / TOKENS_FILE).write_text(content, encoding="utf-8")
+
     def _compared(self, before: StepReplay, after: StepReplay) -> list[str]:
         both = before.row.keys() & after.row.keys()
         rows = {k: v for k, v in _differences(before.row, after.row).items() if k in both}
@@ -176,7 +189,7 @@ def replay(
         raise UserError(f"step {last}: {run_dir} has the steps 1 to {source.last}")
     start = 0 if step is None else source.checkpoint_before(last)
     source.check(start, last)
-    same, changed = place / "same", place / "changed"
+    same, changed = place / SAME, place / CHANGED
     source.copy_to(same, start)
     recorded = replace(given, answers=source.path.absolute())
     again = _Again(source, recorded, last, looks=step is not None, saves=bool(keys), tell=tell)

@@ -3,7 +3,9 @@ differs is told."""
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from runs import ALONE, AS_TRAINED, CONSTANT, EPISODES, GSPO, QUICK, SHORT, save
 import jaxrl
 from jaxrl import Config, RunError, UserError, replay, train
 from jaxrl.config import cli
+from jaxrl.report import __main__ as report
 from jaxrl.roles.rollout import Sampler
 from jaxrl.run.diagnosis import diagnose
 from jaxrl.run.record import StreamRecord, read_record
@@ -74,9 +77,16 @@ def test_a_run_and_its_steps_come_to_the_same(
     step = replay(tmp_path / "run", 4)
     assert step.same and step.start == 2 and step.step is not None, step
     assert step.step.row["step"] == 4 and step.step.batch.step == 4
-    assert cli.run(main, [str(tmp_path / "run"), "--step", "3", "--completion", "1"]) == 0
+    kept = "--folder", str(tmp_path / "kept")
+    assert cli.run(main, [str(tmp_path / "run"), "--step", "3", "--completion", "1", *kept]) == 0
     shown = capsys.readouterr().out
     assert "same bits: 1 step" in shown and "step 3, row 1" in shown and "learner" in shown
+    assert cli.run(report.main, [str(tmp_path / "kept" / "same")]) == 0
+    title, table = shown[shown.index("step 3, row 1") :].split("\n", 1)
+    page = html.unescape((tmp_path / "kept" / "same" / report.REPORT_FILE).read_text())
+    _, page = page.split(title)
+    cells = re.findall("<t[hd](?: [^>]*)?>(?:<code>)?(.*?)(?:</code>)?</t[hd]>", page)
+    assert " ".join(cells).startswith(" ".join(table.split()))
     assert sorted(path.relative_to(tmp_path) for path in (tmp_path / "run").rglob("*")) == before
 
 
@@ -167,21 +177,19 @@ def rolled(run: Path, *keys: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("case", and_slow(["gspo", "one_step_off"], ["dropped", "adapters"]))
 def test_a_run_with_a_random_environment_comes_to_the_same(tmp_path: Path, case: str) -> None:
-    """Whose answers are not asked for again; a record without one of them is no difference."""
+    """Whose answers are not asked for again."""
     run = tmp_path / "run"
     with rolled(run, *CASES[case][len(GSPO) :]):
         whole = replay(run)
         assert whole.same and whole.has_weights and whole.last == 2, whole
-    lines = (run / "episodes" / "eval-2.jsonl").read_text().splitlines(keepends=True)
-    assert any('"done": false' in line for line in lines), "episodes of several turns"
-    (run / "episodes" / "eval-2.jsonl").write_text("".join(lines[:-1]))
-    with pytest.raises(UserError, match=r"after step 2 of .* cannot be replayed: .*-2.jsonl has"):
-        replay(run, 2)
+    recorded = (run / "episodes" / "eval-2.jsonl").read_text()
+    assert '"done": false' in recorded, "episodes of several turns"
 
 
 @pytest.mark.slow
 def test_other_keys_change_one_step_of_episodes(tmp_path: Path) -> None:
-    """The completions stay; where others are sampled, only what is not recorded is asked for."""
+    """The completions stay; where others are sampled, only what is not recorded is asked for. A
+    record without a line is no difference."""
     run = tmp_path / "run"
     with rolled(run, "mesh=actor+rollout=1"):
         (tmp_path / "gone").unlink()
@@ -194,6 +202,10 @@ def test_other_keys_change_one_step_of_episodes(tmp_path: Path) -> None:
         assert found.step is not None and found.changed is not None
         one, two = (done.batch for done in (found.step, found.changed))
         assert one.prompts == two.prompts and one.texts != two.texts, "begun as recorded"
+    lines = (run / "episodes" / "eval-2.jsonl").read_text().splitlines(keepends=True)
+    (run / "episodes" / "eval-2.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(UserError, match=r"after step 2 of .* cannot be replayed: .*-2.jsonl has"):
+        replay(run, 2)
 
 
 def test_a_record_that_does_not_fit_is_told(models: list[str], tmp_path: Path) -> None:

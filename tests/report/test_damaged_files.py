@@ -39,7 +39,10 @@ from jaxrl.train import main as train
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 LINES = (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE, "sessions.jsonl", LOG_FILE)
-DOCUMENTS = ("plan.json", "config.yaml", "profile/stages.json", "plan.txt", "report.html")
+DOCUMENTS = (
+    *("plan.json", "config.yaml", "profile/stages.json", "tokens.json", "plan.txt"),
+    "report.html",
+)
 DEEP = "[" * 100_000
 HUGE = "9" * 400
 
@@ -129,6 +132,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "other types": _changed,
     "plan": content('{"roles": [], "pools": [], "notes": [], "mesh": "", "launcher": ""}\n'),
     "other plan": content('{"roles": [{}], "pools": [{}], "notes": 1}\n'),
+    "columns": content('{"title": "a", "columns": {"token": ["a"], "entropy": []}}\n'),
     "stages": content('{"stages": [1], "pools": 3, "steps": [1]}\n'),
     "yaml": content("steps: !!bool x\n"),
     "yaml of other types": content("steps: [1]\nmesh: {a: b}\nbatch_size: x\nteachers: 5\n"),
@@ -191,6 +195,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "sessions.jsonl").write_text('{"step": 0, "mesh": "actor=2"}\n')
     (path / "profile").mkdir()
     (path / "profile/stages.json").write_text(StageTable((1, 2), 1.0, {}, (), ()).to_json())
+    (path / "tokens.json").write_text('{"title": "step 1, row 0", "columns": {"token": ["a"]}}')
     for name in ("plan.txt", LOG_FILE):
         (path / name).write_text("words\n")
     return path
