@@ -104,6 +104,7 @@ class Episodes:
         self._looked = False
         """Whether the prompts were searched for the tools."""
         self._last: EpisodeBatch | None = None
+        self._packing: Future[None] | None = None
 
     def begin(
         self,
@@ -135,8 +136,8 @@ class Episodes:
             self._last.give_up()
         run_dir, most = self.run_dir, most or self.config.max_new_tokens
         journal = None if run_dir is None else Journal(run_dir, split, step, self.notify, self.asks)
-        if run_dir is not None and self.asks:
-            self.pool.submit(asyncio.to_thread(pack, run_dir))
+        if run_dir is not None and self.asks and (self._packing is None or self._packing.done()):
+            self._packing = self.pool.submit(asyncio.to_thread(pack, run_dir))
         number = (next(self._batches), attempt)
         self._last = batch = EpisodeBatch(self, prompts, n, most, number, journal)
         facts = batch.facts()
