@@ -26,7 +26,8 @@ from jaxrl.models.experts import MOVES, more_blocks, step_rows
 from jaxrl.models.lora import frozen_and_trained
 from jaxrl.plan.advice import with_axes, with_choices
 from jaxrl.plan.plan_inputs import GB, Setting
-from jaxrl.plan.search import Candidate, Stage, set_key, splits
+from jaxrl.plan.search import Candidate, set_key, splits
+from jaxrl.plan.simulate import Stage
 from jaxrl.plan.table import Plan
 from jaxrl.profile.work import Work, longest_batch, step_work
 from jaxrl.roles.declared import local_bytes

@@ -9,7 +9,6 @@ import functools
 import math
 import sys
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,12 +17,12 @@ from itertools import combinations
 from math import comb
 from typing import Any
 
-from jaxrl.algorithms.schedule import Schedule
 from jaxrl.config.schema import Config
 from jaxrl.config.section import show_value
 from jaxrl.errors import UserError
 from jaxrl.plan.peaks import pool_peak, pool_peaks
 from jaxrl.plan.plan_inputs import PlanInputs, PoolPeak, Setting
+from jaxrl.plan.simulate import Stage, predict
 from jaxrl.roles.actor import actor_remedies
 from jaxrl.roles.declared import Remedy
 from jaxrl.roles.rollout import rollout_remedies
@@ -32,8 +31,6 @@ from jaxrl.sharding.placement import Placement, place, place_without_devices
 
 Change = tuple[str, Any]
 """A dotted key and its new value."""
-Stage = tuple[str, str]
-"""Role and method."""
 REMEDIES: dict[str, Callable[[RunShapes], Iterator[Remedy]]] = {
     "actor": actor_remedies,
     "rollout": rollout_remedies,
@@ -47,8 +44,6 @@ FURTHER = 4
 """Times a value that fits, at which the next one is tried."""
 SPLITS = 600
 """Splits that are tried; where there are more, devices are moved by twos, or threes, ..."""
-REPLAYED = 12
-"""Steps of a replay; the last half of them are measured: whole periods of up to three batches."""
 
 
 @dataclass(frozen=True)
@@ -278,42 +273,3 @@ def splits(placement: Placement) -> Iterator[str]:
         if sizes != present:
             pairs = zip(pools, sizes, strict=True)
             yield ",".join(f"{pool.name}={size}" for pool, size in pairs)
-
-
-def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness: int) -> float:
-    """Predicts the seconds of a step once the pipeline is full.
-
-    Args:
-        stages: seconds a step of each stage.
-        pool_of: role -> its pool.
-        staleness: batches that the schedule generates ahead.
-    """
-    free: dict[str, float] = defaultdict(float)
-    generated: dict[int, float] = {}
-    scored: dict[int, float] = {}
-    updates: list[float] = []
-
-    def run(role: str, method: str, ready: float) -> float:
-        """Returns the time at which a call ends that is queued now and has its arguments at
-        `ready`."""
-        if (role, method) not in stages:
-            return ready
-        pool = pool_of[role]
-        free[pool] = max(free[pool], ready) + stages[role, method]
-        return free[pool]
-
-    scorers = [role for role, method in stages if method == "score"]
-    follows = ("actor", "publish_to_teacher") in stages
-    for action in Schedule(REPLAYED, staleness, scores_ahead=not follows):
-        i = action.index
-        if action.kind == "generate":
-            generated[i] = run("teacher", "generate", run("rollout", "generate", 0.0))
-        elif action.kind == "score":
-            scored[i] = max((run(role, "score", generated[i]) for role in scorers), default=0.0)
-        elif action.kind == "train":
-            updates.append(run("actor", "update", max(generated[i], scored[i])))
-        else:
-            run("rollout", "load", run("actor", "publish", 0.0))
-            run("teacher", "load", run("actor", "publish_to_teacher", 0.0))
-    half = REPLAYED // 2
-    return (updates[-1] - updates[-1 - half]) / half

@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter
 from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import REFILL_OFFSET, PromptStream
-from jaxrl.plan.search import Stage
+from jaxrl.plan.simulate import Stage
 from jaxrl.plan.table import Plan
 from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.process.streams import table_lines

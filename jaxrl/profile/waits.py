@@ -27,7 +27,8 @@ from jaxrl.algorithms.schedule import SCHEDULES, staleness_of
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import UserError
 from jaxrl.plan import planned_run
-from jaxrl.plan.search import Candidate, Stage, predict, splits
+from jaxrl.plan.search import Candidate, splits
+from jaxrl.plan.simulate import Stage, predict
 from jaxrl.plan.table import PLAN_DATA_FILE, read_plan
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
 from jaxrl.sharding.placement import ROLES, parse, place

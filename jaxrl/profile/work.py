@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.family import value_or
 from jaxrl.plan.plan_inputs import Setting
-from jaxrl.plan.search import Stage
+from jaxrl.plan.simulate import Stage
 
 
 @dataclass(frozen=True)

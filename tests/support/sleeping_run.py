@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxrl.algorithms.protocols import Sources
 from jaxrl.config.schema import Config
-from jaxrl.plan.search import Stage
+from jaxrl.plan.simulate import Stage
 from jaxrl.profile.waits import Span, read_calls
 from jaxrl.run.loop import Calls, Loop
 from jaxrl.runtime.worker import LocalWorkerGroup
@@ -70,8 +70,17 @@ class Rows:
             future.result()
 
 
-def sleeping_run(config: Config, stages: Mapping[Stage, float], timeline: Path) -> Sequence[Span]:
-    """The calls of a run by its `mesh` and `schedule` whose stages take so many seconds a step."""
+def sleeping_run(
+    config: Config,
+    stages: Mapping[Stage, float],
+    timeline: Path,
+    **made: Callable[[], object],
+) -> Sequence[Span]:
+    """The calls of a run by its `mesh` and `schedule` whose stages take so many seconds a step.
+
+    Args:
+        made: role -> makes it, in place of a `Sleeper`.
+    """
     workers = LocalWorkerGroup(stop_s=5)
     for pool in parse(config.mesh).pools:
         makers = {
@@ -79,7 +88,7 @@ def sleeping_run(config: Config, stages: Mapping[Stage, float], timeline: Path) 
                 Sleeper, {method: s for (whose, method), s in stages.items() if whose == role}
             )
             for role in pool.roles
-        }
+        } | {role: made[role] for role in pool.roles if role in made}
         for started in workers.start(pool.name, (), makers, deadline=30).values():
             started.result()
     with Timeline(timeline) as written:
