@@ -38,6 +38,7 @@ from jaxrl.plan.advice import (
 )
 from jaxrl.plan.peaks import largest_arrays, margin_of, pool_peaks, role_accounts
 from jaxrl.plan.plan_inputs import GB, HostMemory, PlanInputs, PoolPeak, Setting
+from jaxrl.plan.predicted import schedule_notes
 from jaxrl.plan.search import Candidate, get_key, set_key
 from jaxrl.plan.table import Plan
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
@@ -283,6 +284,7 @@ def build(
         *_compute_notes(asked, run, inputs),
         warmup_note(config.optimizer, config.steps * config.updates_per_batch),
         *rollout_notes(m),
+        *(schedule_notes(m) if room else ()),
         *transfer_notes(m),
         *(host.note([pool.bytes for pool in pools]) for host in hosts),
         f"memory: counted from the traced programs, plus a margin of {margin_of(target):.0%}",

@@ -46,6 +46,7 @@ from jaxrl.telemetry.lines import LOG_FILE, LineFile, RunLog
 from jaxrl.telemetry.metrics import (
     METRICS_FILE,
     SAMPLES_FILE,
+    SCORED,
     JsonLines,
     MetricsWriter,
     Sample,
@@ -59,8 +60,6 @@ from jaxrl.types import Rollout, Row, SampleCounts, Trained
 
 HURRY_S = 3.0
 """Longest wait for the trackers at the end of a run that was interrupted, or failed."""
-SCORED = {"teacher": "score", "reference": "reference", "reward": "reward", "grouper": "embed"}
-"""Role -> the name of its time in a row."""
 Futures = Mapping[str, Future[Any]]
 """Those of one row, by what they are: `rollout`, `update`, `score.ROLE` ..."""
 AGREEMENT = "distill/top1_agreement"

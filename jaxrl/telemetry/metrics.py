@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+SCORED = {"teacher": "score", "reference": "reference", "reward": "reward", "grouper": "embed"}
+"""Role -> the name of its time in a row."""
 ASSETS = Path(__file__).parent.parent / "assets"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +16,12 @@ from sleeping_run import sleeping_run
 from tiny_models import SAMPLED, random_params
 
 from jaxrl import Config
+from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.schedule import SCHEDULES, Schedule
+from jaxrl.plan import make_plan
+from jaxrl.plan.plan_inputs import Setting
+from jaxrl.plan.predicted import schedule_notes
+from jaxrl.plan.search import set_key
 from jaxrl.plan.simulate import Sampling, ScheduleTimes, Stage, _Call, _Rollout, predict, simulate
 from jaxrl.runtime.worker import Later
 from jaxrl.sampling.engine import Engine
@@ -225,3 +231,36 @@ def test_calls_come_when_the_loop_makes_them(tmp_path: Path) -> None:
     for ahead, seconds in found.items():
         updates = run(sampling, ahead, update).updates
         assert seconds == pytest.approx(updates[-1] - updates[0], rel=0.1)
+
+
+KEYS = {"mesh": "actor=1,rollout=1", "data.eval": None, "rollout.slots": 32, "batch_size": 16}
+KEYS |= {"group_size": 4, "max_new_tokens": 100, "rollout.launch_tokens": 4}
+
+
+def test_a_dry_run_says_what_a_schedule_comes_to(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    keys = {**KEYS, "run_dir": str(run_dir), "schedule": "streaming", "staleness": 2}
+    config = Config.load("builtin:quickstart_gspo", keys)
+    plan = make_plan(config, needed_roles(config), room=True)
+    told, others, assumed = [line for line in plan.notes if line.startswith("schedule: ")]
+    assert "% of ideal" in told and "are read again" in told and "does not decode" in told
+    assert "streaming staleness=1" in others and "staleness=2" not in others
+    assert "log-normal, in the mean 0.3 of max_new_tokens" in assumed and "0.8" in assumed
+    told, others, _ = schedule_notes(
+        Setting(set_key(config, "schedule", "one_step_off"), plan.inputs)
+    )
+    assert "1.0 batches old" in told and "0.00 are read again" in told and "staleness=2" in others
+    assert not [*schedule_notes(Setting(set_key(config, "schedule", "serial"), plan.inputs))]
+
+    # Completions of one length, and updates that take next to nothing: nothing waits.
+    run_dir.mkdir()
+    rows = [
+        {"step": i, "time/update_s": 0.1, "time/rollout_s": 2.0, "rollout/decode_steps": 200}
+        for i in range(20)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = [{"step": i, "split": "train", "tokens": 100} for i in range(40)]
+    (run_dir / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    told, _, measured = schedule_notes(Setting(config, plan.inputs))
+    assert "predicted 99% of ideal" in told or "predicted 100% of ideal" in told
+    assert f"lengths of 40 completions in {run_dir}" in measured
