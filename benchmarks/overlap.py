@@ -4,10 +4,11 @@ run of the real loop, workers and engine whose computations last given seconds, 
 
     python benchmarks/overlap.py [--slots 64] [--step-ms 40] [--batches 6]
 
-A tiny model samples, and sleeps for what is left of the time that a launch is given; updates
-only sleep. So no accelerator is needed, and the two cores of a small machine hardly matter. Lengths are log-normal, with a mean of 0.3 of the longest; an update takes 0.8 of the time
-in which full slots sample a batch; a token that is read again takes a tenth of the time of a
-sampled one. Ideal is the longer of sampling at full slots and training.
+A tiny model samples, and sleeps for what is left of the time that a launch is given; updates only
+sleep. So no accelerator is needed, and the two cores of a small machine hardly matter. Lengths are
+log-normal, with a mean of 0.3 of the longest; an update takes 0.8 of the time in which full slots
+sample a batch; a token that is read again takes a tenth of the time of a sampled one. Ideal is the
+longer of sampling at full slots and training.
 """
 
 from __future__ import annotations

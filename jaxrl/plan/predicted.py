@@ -128,6 +128,7 @@ def _predicted(m: Setting, config: Config, earlier: _Earlier | None) -> Predicti
         read=READ * step / slots,
         group=config.group_size,
         prompt=config.max_prompt_tokens,
+        parts=config.parts,
     )
     stages: dict[Stage, float] = {("rollout", "load"): 0.0}
     if earlier is None:

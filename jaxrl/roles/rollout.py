@@ -407,6 +407,7 @@ class Sampler:
         del self._begun[step]
         batch = self.make_batch(prompts, self._by_prompt([x.result() for x in futures]))
         self._stream.stats = EngineStats(slots=self._stream.slots)
+        self._log.made(step)
         happened = self._log.since(first)
         self._log.drop(self._first)
         return replace(batch, events=happened)

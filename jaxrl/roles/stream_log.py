@@ -26,6 +26,9 @@ METHODS = {
 ANSWERS = "answers"
 """The event of answers that the next launch takes. Its number has a bit for each episode that waits
 in a slot, in the order of their requests from the lowest on: whether its answer is taken."""
+MADE = "made"
+"""The event of a batch whose completions have all ended: no call that came later can change it, in
+a run that follows the record to its end either."""
 MOST_ANSWERS = 4096
 """Episodes that one such event tells of; the answers to the others are taken later."""
 
@@ -75,6 +78,12 @@ class StreamLog:
             else:
                 self._expected.popleft()
         self._events.append(event)
+
+    def made(self, step: int) -> None:
+        """Notes the end of a batch. One that ends with the save of a checkpoint is whole there, and
+        ends in no run that resumes from it."""
+        if not self._saved:
+            self.note(MADE, step)
 
     def _forget(self, found: str) -> None:
         """Follows no record that has something else here. Raises RunError where it is exact."""
@@ -126,7 +135,7 @@ class StreamLog:
         launches = 0
         for event in self._expected:
             launches += event.launches
-            if event.call != ANSWERS:
+            if event.call in METHODS:
                 expected = event
                 break
         if expected is None:  # what a run had in flight at the end of its record ended there
