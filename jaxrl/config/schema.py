@@ -592,7 +592,7 @@ class Config(Section, metaclass=_Parsed):
 
     @property
     def waits_for_batch(self) -> str | None:
-        """Returns what needs a whole batch before its first minibatch; None: nothing does."""
+        """Names what needs a whole batch before its first minibatch; None: nothing does."""
         p, d = self.policy, self.distill
         others = d.seq_kd or d.on_policy_fraction < 1
         for needed, why in (

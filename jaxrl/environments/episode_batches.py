@@ -137,7 +137,7 @@ class Episodes:
         run_dir, most = self.run_dir, most or self.config.max_new_tokens
         journal = None if run_dir is None else Journal(run_dir, split, step, self.notify, self.asks)
         if run_dir is not None and self.asks and (self._packing is None or self._packing.done()):
-            self._packing = self.pool.submit(asyncio.to_thread(pack, run_dir))
+            self._packing = self.pool.submit(asyncio.to_thread(pack_records, run_dir))
         number = (next(self._batches), attempt)
         self._last = batch = EpisodeBatch(self, prompts, n, most, number, journal)
         facts = batch.facts()
@@ -267,7 +267,7 @@ class EpisodeBatch:
         self._episodes: dict[tuple[int, int], Episode] = {}
 
     def facts(self) -> EnvironmentFacts:
-        """Returns what is known of the environment, and records it."""
+        """Asks what the environment is, and records it."""
         journal = self._journal
         if journal is None:
             return self.pool.facts()
@@ -510,7 +510,7 @@ class Journal:
         return records
 
 
-def pack(run_dir: Path) -> None:
+def pack_records(run_dir: Path) -> None:
     """Compresses the records of batches from before the newest checkpoint: no resumed run samples
     these again, a replay does."""
     with suppress(UserError, OSError):  # a disk that does not answer: later
@@ -525,7 +525,7 @@ def pack(run_dir: Path) -> None:
 
 
 def _packed(path: Path) -> bytes:
-    """Returns what is packed of a file of records."""
+    """Reads the packed records of a file; none where there are none."""
     with suppress(OSError, EOFError, zlib.error):
         return gzip.decompress(path.with_name(path.name + PACKED).read_bytes()) + b"\n"
     return b""

@@ -172,7 +172,7 @@ class ScheduleTimes:
     learn it."""
 
     def between(self, first: int, last: int, sampling: Sampling, update: float) -> Prediction:
-        """Returns what the batches behind the `first` up to the `last` come to.
+        """Computes what the batches behind the `first` up to the `last` come to.
 
         Args:
             update: seconds of one.
@@ -216,7 +216,7 @@ def simulate(
     def queue(
         role: str, method: str, needs: Sequence[_Call] = (), share: int = 1, **what: int
     ) -> Sequence[_Call]:
-        """Returns what ends with a call; with its arguments where it takes no time."""
+        """Queues a call, and returns its end; that of its arguments where it takes no time."""
         if (role, method) not in stages:
             return needs
         call = _Call(stages[role, method] / share, needs, **what)

@@ -15,7 +15,7 @@ from jaxrl.config import Config
 from jaxrl.data.example import Example
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.thoughts import opening_of
-from jaxrl.environments.episode_batches import EpisodeBatch, Episodes, pack, row_of
+from jaxrl.environments.episode_batches import EpisodeBatch, Episodes, pack_records, row_of
 from jaxrl.errors import RunError, UserError
 from jaxrl.sampling.partial_completion import Reply
 from jaxrl.types import Prompt
@@ -276,7 +276,7 @@ def test_records_of_steps_before_the_newest_checkpoint_are_packed(tmp_path: Path
         (folder / f"{name}.jsonl").touch()
     checkpoint = tmp_path / "checkpoints" / "4"
     checkpoint.mkdir(parents=True)
-    pack(tmp_path)
+    pack_records(tmp_path)
     assert not [*folder.glob("*.gz")], "no manifest: it is being written"
     (checkpoint / "manifest.json").touch()
     for turns in (3, 4, 5):
@@ -284,7 +284,7 @@ def test_records_of_steps_before_the_newest_checkpoint_are_packed(tmp_path: Path
             after = play(episodes, given, turns=turns)
             assert [row[: len(known)] for row, known in zip(after, before, strict=True)] == before
             before = after
-        pack(tmp_path)
+        pack_records(tmp_path)
         names = ["eval-2.jsonl.gz", "eval-4.jsonl", "notes.jsonl", "train-3.jsonl.gz"]
         assert sorted(p.name for p in folder.iterdir()) == [*names, "train-4.jsonl"]
     with made("Random", run_dir=tmp_path, asks=False) as episodes:
