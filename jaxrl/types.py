@@ -386,6 +386,8 @@ class Rollout:
     """How often a completion lost its slot for want of pages of the cache, and was read again."""
     read_again: int = 0
     """Tokens that were prefilled a second time, for want of pages or with new weights."""
+    read_again_s: float = 0.0
+    """Seconds for that, but for prompts that were prefilled with new ones."""
     waited_s: float = 0.0
     """Seconds in which sampling waited for environments alone."""
     notes: tuple[str, ...] = ()

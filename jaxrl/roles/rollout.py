@@ -456,6 +456,7 @@ class Sampler:
             decode_steps=stats.decode_steps,
             sent_back=stats.preemptions,
             read_again=stats.recomputed,
+            read_again_s=stats.recompute_seconds,
             waited_s=stats.waiting_seconds,
             notes=tuple(self.notes),
         )

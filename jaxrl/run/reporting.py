@@ -305,6 +305,7 @@ class Run:
                 versions = np.concatenate([one.token_versions for one in rollout.completions])
                 row["stream/age"] = step - 1 - float(versions.mean())
                 row["stream/read_again"] = float(rollout.read_again)
+                row["time/reread_s"] = rollout.read_again_s
         begin, end = self._last, futures["update"].times.finished
         if begin is None:
             begin = _all(futures, "rollout")[0].times.started

@@ -108,6 +108,8 @@ class EngineStats:
     """Preemptions: how often a sample lost its slot because the cache had no page left."""
     recomputed: int = 0
     """Tokens of preempted samples, and of their prompts, that were prefilled a second time."""
+    recompute_seconds: float = 0.0
+    """Time for that, but for prompts that are prefilled with those of new samples."""
     generated_tokens: int = 0
     """Sampled tokens, without those after a stop string."""
     slots: int = 0
@@ -633,6 +635,7 @@ class _Decoding:
                     for i, (_, prompt) in enumerate(part):
                         self.prompt_experts[prompt] = by_prompt[shard, i, : len(texts[prompt]) - 1]
             self.engine.stats.prefill_rows += sum(map(len, chosen))
+        again_from = time.perf_counter()
         if preempted and self.pool is not None:
             self._recompute(preempted, rows)
         elif preempted:
@@ -640,6 +643,9 @@ class _Decoding:
             known = {sample.prompt for sample in preempted} & set(unfilled.values())
             self.engine.stats.recomputed += sum(len(texts[prompt]) for prompt in known)
             self.engine.stats.recomputed += sum(len(sample.tokens) for sample in preempted)
+        if preempted:
+            jax.block_until_ready(self.cache)
+            self.engine.stats.recompute_seconds += time.perf_counter() - again_from
         if self.record:
             for sample in fresh:
                 sample.experts = [self.prompt_experts[sample.prompt]]
