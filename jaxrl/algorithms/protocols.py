@@ -234,6 +234,8 @@ class Sources:
     early_scores: dict[int, dict[str, Sequence[Future[object]]]] = field(default_factory=dict)
     """Batch index -> role -> scores that were computed while the batch was being sampled (dynamic
     sampling)."""
+    beside_actor: Sequence[str] = ()
+    """Roles that share the actor's devices."""
     evaluated: Sequence[str] = ()
     """Roles beside the rollout whose accuracy is measured, before the first step."""
 

@@ -54,7 +54,8 @@ class Schedule:
     published: int = 0
     scores_ahead: bool = True
     """False: a batch is scored after the update on the batch before, because that update changes
-    the teacher."""
+    the teacher, or a scorer shares the actor's devices: their worker takes calls in order, and the
+    update would wait for a batch that is still sampled."""
 
     def __iter__(self) -> Iterator[Action]:
         while (action := self.next()) is not None:

@@ -15,7 +15,7 @@ from jaxrl.algorithms.schedule import Schedule, staleness_of
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.plan.plan_inputs import Setting
-from jaxrl.plan.simulate import Prediction, Sampling, Stage, simulate
+from jaxrl.plan.simulate import Prediction, Sampling, Stage, scores_ahead, simulate
 from jaxrl.process.json_types import parse_json, read_file
 from jaxrl.telemetry.metrics import SAMPLES_FILE, SCORED, read_metrics
 
@@ -137,7 +137,6 @@ def _predicted(m: Setting, config: Config, earlier: _Earlier | None) -> Predicti
         stages |= {s: x for s, x in earlier.stages.items() if s[0] in m.inputs.placement.roles}
     stages["actor", "publish"] = 0.0
     pools = {role: m.inputs.placement.pool_of(role).name for role in m.inputs.placement.roles}
-    follows = ("actor", "publish_to_teacher") in stages
-    order = Schedule(shape[0], ahead, scores_ahead=not follows)
+    order = Schedule(shape[0], ahead, scores_ahead=scores_ahead(stages, pools))
     found = simulate(stages, pools, order, sampling)
     return found.between(first, first + BATCHES, sampling, stages["actor", "update"])

@@ -11,7 +11,7 @@ take none.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -278,6 +278,13 @@ def _settle(queues: Mapping[str, deque[_Call]], free: dict[str, float]) -> None:
                 again = True
 
 
+def scores_ahead(stages: Collection[Stage], pool_of: Mapping[str, str]) -> bool:
+    """Returns `Schedule.scores_ahead` of a run with these stages."""
+    scorers = {role for role, method in stages if method == "score"}
+    beside = {role for role in scorers if pool_of[role] == pool_of["actor"]}
+    return not beside and ("actor", "publish_to_teacher") not in stages
+
+
 def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness: int) -> float:
     """Predicts the seconds of a step once the pipeline is full.
 
@@ -286,7 +293,6 @@ def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness
         pool_of: role -> its pool.
         staleness: batches that the schedule generates ahead.
     """
-    follows = ("actor", "publish_to_teacher") in stages
-    schedule = Schedule(REPLAYED, staleness, scores_ahead=not follows)
+    schedule = Schedule(REPLAYED, staleness, scores_ahead=scores_ahead(stages, pool_of))
     updates, half = simulate(stages, pool_of, schedule).updates, REPLAYED // 2
     return (updates[-1] - updates[-1 - half]) / half

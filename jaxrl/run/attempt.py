@@ -285,6 +285,7 @@ def start_loop(run: Run, by_hand: bool = False) -> Iterator[tuple[Loop, dict[int
             job.held_out_prompts,
             partial(decode_text, job.tokenizer),
             job.teacher.stored_samples(job.tokenizer),
+            beside_actor=run.plan.placement.pool_of("actor").roles,
             evaluated=("teacher",) if job.evaluates_teacher else (),
         )
         around = run.profile.around if profiled else None

@@ -269,7 +269,8 @@ class Loop:
     def start(self, step: int, rollouts: Mapping[int, Rollout], evaluated: bool) -> None:
         """Sends the weights after `step` batches to whoever works with them. Arguments as in
         `run`."""
-        in_flight, ahead = len(rollouts), not self._followers
+        in_flight, late = len(rollouts), {*self._followers, *self.sources.beside_actor}
+        ahead = not late.intersection(self._scorers)
         staleness = staleness_of(self.config)
         self._schedule = Schedule.resume(step, in_flight, self.config.steps, staleness, ahead)
         stream, follow = self.reporter.stream, protocols.RolloutRole.follow

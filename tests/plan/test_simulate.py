@@ -22,7 +22,16 @@ from jaxrl.plan import make_plan
 from jaxrl.plan.plan_inputs import Setting
 from jaxrl.plan.predicted import schedule_notes
 from jaxrl.plan.search import set_key
-from jaxrl.plan.simulate import Sampling, ScheduleTimes, Stage, _Call, _Rollout, predict, simulate
+from jaxrl.plan.simulate import (
+    Sampling,
+    ScheduleTimes,
+    Stage,
+    _Call,
+    _Rollout,
+    predict,
+    scores_ahead,
+    simulate,
+)
 from jaxrl.runtime.worker import Later
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.partial_completion import RandomKey, SampleRequest
@@ -126,7 +135,8 @@ def test_a_batch_of_one_completion_is_a_stage_of_its_length() -> None:
         stages = {name: float(x) for name, x in zip(names, rng.uniform(0, 9, 4), strict=True)}
         length, ahead = int(rng.integers(1, 20)), int(rng.integers(0, 4))
         sampling = Sampling(np.full((12, 1), length), 1, 5, 1.0, check=1)
-        updates = simulate(stages, pools, Schedule(12, ahead), sampling).updates
+        order = Schedule(12, ahead, scores_ahead=scores_ahead(stages, pools))
+        updates = simulate(stages, pools, order, sampling).updates
         generate = {("rollout", "generate"): float(length)}
         step = predict(stages | generate, pools, ahead)
         assert (updates[-1] - updates[5]) / 6 == pytest.approx(step)

@@ -124,12 +124,15 @@ def run(
     stop=None,
     recorder=Recorder,
     shared=False,
+    beside=(),
 ):
-    """`stop`: where the run is asked to end, a `Stop`; `shared`: all roles are on one worker."""
+    """`stop`: where the run is asked to end, a `Stop`; `shared`: all roles are on one worker;
+    `beside`: the roles on the actor's."""
     config = Config.load(None, ["steps=5", "eval.every=2", *overrides]).with_dtypes("cpu")
     log, rows, group = [], Rows(), LocalWorkerGroup(5)
     names = needed_roles(config)
-    for pool in [names] if shared else [[name] for name in names]:
+    beside = names if shared else ["actor", *beside]
+    for pool in [beside, *([name] for name in names if name not in beside)]:
         made = [recorder(n, log) if stop is None else Stopping(n, log, stop) for n in pool]
         makers = {role.name: lambda role=role: role for role in made}
         for started in group.start("+".join(pool), (), makers, 5).values():
@@ -150,6 +153,7 @@ def run(
         calls.call,
         calls.wait,
         held_out,
+        beside_actor=beside,
         evaluated=("teacher",) if held_out and config.eval.teacher else (),
     )
     trained = Loop(sources, calls, rows, checkpoints).run()
@@ -185,6 +189,20 @@ def test_a_teacher_that_follows_scores_batch_i_with_version_i(schedule, sampled,
     assert [step for step, futures in rows if "load.teacher" in futures] == list(range(5))
     frozen, _ = run(*follows, "teacher.ema=1", recorder=Follower)
     assert {entry[2] for entry in frozen if entry[0] == "teacher.score"} == {None}
+
+
+@pytest.mark.parametrize("beside", [(), ("teacher",)])
+def test_no_update_waits_for_a_score_of_a_batch_that_is_still_sampled(beside):
+    """A worker takes calls in order: a teacher beside the actor scores each batch after the update
+    on the one before it, another one before that."""
+    log, _ = run("schedule=two_step_off", beside=beside)
+    order = [entry[:2] for entry in log if entry[0] in ("update", "teacher.score")]
+    if beside:
+        assert order == [(name, i) for i in range(5) for name in ("teacher.score", "update")]
+    else:
+        assert sorted(order) == sorted(
+            (n, i) for i in range(5) for n in ("teacher.score", "update")
+        )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
