@@ -361,15 +361,16 @@ def ratio_notes(
     if bypass:
         return []
     if updates_per_batch == 1:
-        what, more = "batch", "actor.minibatches or actor.epochs_per_batch above 1 make more of it"
-        if parts > 1:
-            what = "minibatch, which is trained as soon as it is sampled"
-            more = "policy.bypass=true has the ratio to the policy that sampled"
-        return [
-            f"one update per {what}: every ratio pi_theta / pi_old is 1, no clip or cap acts on it,"
+        note = (
+            "one update per batch: every ratio pi_theta / pi_old is 1, no clip or cap acts on it,"
             " and losses that differ in these alone have the same gradient, unless a correction"
-            f" weighs tokens; {more}"
-        ]
+            " weighs tokens; "
+        )
+        if parts > 1:
+            note = note.replace("batch", "minibatch, which is trained as soon as it is sampled", 1)
+            return [f"{note}policy.bypass=true has the ratio to the policy that sampled"]
+        more = "actor.minibatches or actor.epochs_per_batch above 1 make more updates of a batch"
+        return [note + more]
     term = objective.term
     if objective.ratio == "token" or not isinstance(term, Clipped):
         return []
