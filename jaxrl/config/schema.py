@@ -613,6 +613,10 @@ class Config(Section, metaclass=_Parsed):
             (p.advantages == "similarity", "policy.advantages=similarity"),
             (p.reward_combination == "normalize_then_sum", "policy.reward_combination"),
             (self.spec.advantages is not None, "the algorithm's own advantages"),
+            (
+                bool(self.spec.metrics_asking(algorithm_table.INPUTS)),
+                "a metric of the algorithm's own",
+            ),
         ):
             if needed:
                 return why

@@ -77,7 +77,8 @@ class Span:
 
     @property
     def stage(self) -> Stage:
-        return self.track, self.name
+        """Returns role and method; a part of a batch that is sampled is generated."""
+        return self.track, "generate" if self.name == "part" else self.name
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,13 @@ def read_calls(path: Path) -> list[Span]:
     return sorted(calls, key=lambda call: call.end)
 
 
+def last_updates(calls: Iterable[Span]) -> list[Span]:
+    """Returns the updates that end a step: the last one of a batch that is trained in parts."""
+    updates = [call for call in calls if call.stage == ("actor", "update")]
+    followed = zip(updates, [*updates[1:], None], strict=True)
+    return [x for x, y in followed if y is None or x.step is None or x.step != y.step]
+
+
 def steady_steps(calls: Sequence[Span], staleness: int) -> list[Window]:
     """Returns the steps without those that fill or drain the pipeline, or took much longer than
     most. The last one is left out too: only the calls after it show what their pools waited for.
@@ -175,7 +183,7 @@ def steady_steps(calls: Sequence[Span], staleness: int) -> list[Window]:
     Args:
         staleness: batches that the schedule generates ahead.
     """
-    windows = list(pairwise(call.end for call in calls if call.stage == ("actor", "update")))
+    windows = list(pairwise(update.end for update in last_updates(calls)))
     windows = windows[WARM_UP - 1 + staleness : max(len(windows) - 1 - staleness, 0)]
     if not windows:
         return []

@@ -17,7 +17,17 @@ from itertools import chain
 from typing import TypeVar
 
 from jaxrl.process.json_types import JsonObject
-from jaxrl.profile.waits import OTHER, TOUCH_S, Gap, Span, begins_run, gaps, span_of, union
+from jaxrl.profile.waits import (
+    OTHER,
+    TOUCH_S,
+    Gap,
+    Span,
+    begins_run,
+    gaps,
+    last_updates,
+    span_of,
+    union,
+)
 from jaxrl.sharding.placement import ROLES
 
 SPANS = 40_000
@@ -96,7 +106,7 @@ def understand(events: Iterable[JsonObject]) -> Activity:
     for own in spans.values():
         own.sort(key=lambda span: span.start)
     sessions = sorted(int(event["ts"]) for event in events if begins_run(event))
-    updates = [span for span in spans.get("actor", ()) if span.name == "update"]
+    updates = last_updates(spans.get("actor", ()))
     named = _pools(spans)
     calls = {
         name: [span for role in roles for span in spans[role] if not span.aside]

@@ -187,12 +187,16 @@ class RewardFunctions:
                 notes.append(text)
         return notes
 
-    def submit(self, rollout: Rollout) -> list[Future[Scores]]:
-        """Starts every function on a rollout; returns at once."""
+    def submit(self, rollout: Rollout, of: int = 0) -> list[Future[Scores]]:
+        """Starts every function on a rollout; returns at once.
+
+        Args:
+            of: completions of the batch that it is a part of, whose share may fail.
+        """
         prompts = rollout.prompts[: len(rollout.completions)]
         pairs = zip(prompts, rollout.completions, strict=True)
         items = [_item(prompt, completion) for prompt, completion in pairs]
-        limit = self.config.max_failures * len(items)
+        limit = self.config.max_failures * max(len(items), of)
         return [self.pool.judge(i, items, limit) for i in range(len(self.sources))]
 
     def report(

@@ -119,16 +119,35 @@ class _Learned:
     """The metrics of their completions."""
 
 
-def _join_scores(parts: Sequence[RoleScores], n: int, whole: Rollout) -> RoleScores:
-    """Returns the scores of a whole batch from those of its parts, each of n completions."""
-    rows, width = whole.sequences.loss_mask.shape
+def join_scores(parts: Sequence[RoleScores], n: int, whole: Rollout) -> RoleScores:
+    """Returns the scores of a whole batch from those of its parts, each of n completions: what the
+    functions reward and the reference say."""
     reports = [scores["reward"][0] for scores in parts]
-    found: dict[str, Any] = {"reward": [join_reports(reports, [n] * len(parts), rows)]}
+    joined = join_reports(reports, [n] * len(parts), len(whole.group_ids))
+    found: dict[str, Any] = {"reward": [joined]}
     if "reference" in parts[0]:
-        each = [np.asarray(scores["reference"])[:n] for scores in parts]
-        joined = np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in each])
-        found["reference"] = np.pad(joined, ((0, rows - len(joined)), (0, 0)))
+        logprobs = [join_parts(scores["reference"]) for scores in parts]
+        found["reference"] = [_join_tokens(logprobs, n, whole)]
     return found
+
+
+def join_values(parts: Sequence[TokenValues], n: int, whole: Rollout) -> TokenValues:
+    """Returns the values of the tokens of a whole batch from those of its parts, each of n
+    completions."""
+    divergence = [x.divergence for x in parts if x.divergence is not None]
+    return TokenValues(
+        _join_tokens([x.logprobs for x in parts], n, whole),
+        _join_tokens([x.entropy for x in parts], n, whole),
+        _join_tokens(divergence, n, whole) if divergence else None,
+    )
+
+
+def _join_tokens(parts: Sequence[Array], n: int, whole: Rollout) -> np.ndarray:
+    """Joins the first n rows of each array, whose widths differ, to the [B, C] of a batch."""
+    rows, width = whole.sequences.loss_mask.shape
+    cut = [np.asarray(values)[:n] for values in parts]
+    joined = np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in cut])
+    return np.pad(joined, ((0, rows - len(joined)), (0, 0)))
 
 
 class Actor:
@@ -299,14 +318,13 @@ class Actor:
         current().drop("actor.batch")
         if several > 1:
             n = len(rollout.completions)
-            kept = {role: join_parts(scores[role]) for role in ("reference",) if role in scores}
-            learned.scores.append({**scores, **kept, "teacher": None})
+            learned.scores.append({**scores, "teacher": None})
             learned.rows.append({name: values[:n] for name, values in by_row.items()})
             if whole is None:
                 return None
             batch, prepared = TrainBatch(whole.sequences), {}
             if self.config.learns_from_rewards:
-                batch, prepared = self._prepare(whole, _join_scores(learned.scores, n, whole))
+                batch, prepared = self._prepare(whole, join_scores(learned.scores, n, whole))
             by_row = {name: np.concatenate([x[name] for x in learned.rows]) for name in by_row}
         self.version += 1
         added = {

@@ -300,7 +300,7 @@ class Reward:
             make: starts the processes of the functions that a config names.
             given: functions of Python, pickled, by their entries in `reward.functions`.
         """
-        self._make, self._model = make, model
+        self._make, self._model, self._rows = make, model, config.batch_rows
         self._functions = make(config, given)
 
     def use(self, config: Config, given: Mapping[str, bytes]) -> None:
@@ -310,7 +310,7 @@ class Reward:
         self._functions = functions
 
     def score(self, rollout: Rollout) -> RewardReport:
-        futures = self._functions.submit(rollout)
+        futures = self._functions.submit(rollout, self._rows)
         scores, metrics = None, {}
         if self._model is not None:
             scores, cut = self._model.score(rollout)

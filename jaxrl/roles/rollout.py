@@ -654,9 +654,13 @@ def rollout_notes(run: RunShapes) -> Iterator[str]:
             f" take {whole:.2f} GB. {room}; where pages run out, the youngest sample waits"
         )
     if c.streams and c.minibatches > 1:
+        pool = run.inputs.placement.pool_of("actor").roles
+        beside = [r for r in ("teacher", "reference", "reward") if r in pool and r in run.axes]
         yield (
             f"schedule=streaming: each of the {c.parts} minibatches, of prompts in their order,"
             " is scored and trained as soon as its completions have ended"
+            + (f" (but {' and '.join(beside)}, on the actor's devices, has to score all first)")
+            * bool(beside)
             if c.waits_for_batch is None
             else "schedule=streaming: a batch is scored and trained once all its completions have"
             f" ended, since {c.waits_for_batch} needs the whole batch"

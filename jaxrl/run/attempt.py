@@ -239,7 +239,7 @@ def end_run(run: Run, trained: int) -> None:
     user's, and says how it went."""
     if run.stopped is not None and trained < run.job.config.steps:
         run.folder.note_stop(trained, run.stopped.by, str(run.stopped))
-    if trained or run.stopped is None:
+    if (trained or run.stopped is None) and not run.amid_batch:
         export(run)
     run.console.close()  # the result stands below the live display, and last
     advice = run_advice(run.folder.path, run.job.config)
@@ -400,4 +400,8 @@ def _summary(run: Run) -> list[str]:
         )
         if stopped["step"] == 0:
             return [*lines, "nothing was trained: no checkpoint and no model are written"]
+        if run.amid_batch:
+            amid = f"amid the minibatches of step {stopped['step'] + 1}, of which nothing is saved:"
+            newest = "goes on from the newest checkpoint, whose model `jaxrl export` writes"
+            return [*lines, f"it ended {amid} the run {newest}"]
     return [*lines, f"model: {folder.path / FINAL}"]

@@ -157,6 +157,21 @@ class BatchCalls:
     after: dict[str, Future[Any]] = field(default_factory=dict)
     """`publish.ROLE`, `load.ROLE` and `eval.ROLE` of the version."""
 
+    def in_parts(self) -> list[tuple[Future[Rollout], dict[str, Sequence[Future[object]]]]]:
+        """Returns what is trained one after the other, each with its scores."""
+        assert self.rollout is not None
+        parts = self.parts or [self.rollout]
+        return [
+            (
+                part,
+                {
+                    role: calls[i * len(calls) // len(parts) : (i + 1) * len(calls) // len(parts)]
+                    for role, calls in self.scores.items()
+                },
+            )
+            for i, part in enumerate(parts)
+        ]
+
     def futures(self) -> Futures:
         """Returns all of them by name. The last part of each role's scores is `score.ROLE`, the
         earlier parts are `score.ROLE.0` and so on; `rollout`, the whole batch, and `update`
@@ -355,13 +370,9 @@ class Loop:
                     for role in self._scorers
                 }
             elif action.kind == "train":
-                assert batch.rollout is not None
-                each = batch.parts or [batch.rollout]
-                for number, rollout in enumerate(each):
+                for number, (rollout, known) in enumerate(each := batch.in_parts()):
                     scores = {}
-                    for role, of_batch in batch.scores.items():
-                        size = len(of_batch) // len(each)
-                        parts = of_batch[number * size : (number + 1) * size]
+                    for role, parts in known.items():
                         # The teacher's, the largest, are freed once the actor has them.
                         consumed = self._roles[role].consumed
                         scores[role] = [p.consume() for p in parts] if consumed else parts
@@ -369,7 +380,7 @@ class Loop:
                     update = protocols.ActorRole.update
                     how: Any = {"step": index}
                     if batch.parts:
-                        last = rollout is each[-1]
+                        last = number == len(each) - 1
                         how |= {"part": number, "whole": batch.rollout if last else None}
                     batch.updates.append(calls.call("actor", update, rollout, scores, **how))
                 if self.until is None and self.checkpoints.due(index + 1):
@@ -440,7 +451,16 @@ class Loop:
 
     def close(self, end: int) -> None:
         """Saves the state after `end` batches, unless that is done or due, and writes the rows up
-        to that of batch `end` - 1."""
+        to that of batch `end` - 1. Where code of the user's has ended the run amid the parts of
+        that batch, neither: a run that resumes from the checkpoint before trains all of it."""
+        updates = self.rows[end].updates if end in self.rows else []
+        if len(updates) > 1:
+            try:
+                self.calls.wait(updates[-1])
+            except Stopped:
+                self.reporter.amid_batch = True
+                self.report(until=end - 2)
+                return
         if end != self._saved and not self.checkpoints.due(end):
             self.save(end)
             self._saved = end

@@ -29,6 +29,7 @@ from jaxrl.environments.episode_batches import copy_records
 from jaxrl.errors import RunError, UserError, counted
 from jaxrl.process.interrupt import Interrupted
 from jaxrl.process.json_types import JsonObject
+from jaxrl.roles.actor import join_scores, join_values
 from jaxrl.run.attempt import export, interrupt_of, open_run, row_is_whole, start_loop
 from jaxrl.run.batch_by_hand import BatchByHand, Table
 from jaxrl.run.job import dependencies
@@ -45,7 +46,7 @@ from jaxrl.run.record import (
     read_record,
     recorded_rewards,
 )
-from jaxrl.run.reporting import Run, rewards_of
+from jaxrl.run.reporting import Run
 from jaxrl.run.run_dir import SESSIONS_FILE, changes_of, sessions
 from jaxrl.runtime.worker import Future, done_future
 from jaxrl.telemetry.metrics import METRICS_FILE, find_metric, read_metrics
@@ -434,14 +435,22 @@ def _look(loop: Loop, index: int) -> BatchByHand:
     calls, made = loop.calls, loop.rows[index + 1]
     assert made.rollout is not None
     calls.kind = "score"
-    scores = {role: list(parts) for role, parts in made.scores.items()}
-    if made.parts:  # it is looked at before the first one is trained
-        report = rewards_of(calls.wait(made.rollout), made.futures())
-        scores |= {"reward": [done_future(report)]}
-    values = {index: calls.wait(calls.call("actor", ActorRole.inspect, made.rollout, scores))}
+    values, said = list[TokenValues](), list[dict[str, list[object]]]()
+    for part, scores in made.in_parts():  # before the first one is trained
+        asked = {role: list(parts) for role, parts in scores.items()}
+        values.append(calls.wait(calls.call("actor", ActorRole.inspect, part, asked)))
+        own = {role: parts for role, parts in asked.items() if role != "teacher"}
+        said.append({role: [*map(calls.wait, parts)] for role, parts in own.items()})
+    scores, found = made.scores, values[0]
+    if made.parts:
+        whole, n = calls.wait(made.rollout), loop.config.batch_rows // len(made.parts)
+        found = join_values(values, n, whole)
+        if "reward" in scores:
+            joined = join_scores(said, n, whole)
+            scores = {role: [done_future(x) for x in parts] for role, parts in joined.items()}
     calls.kind = "train"
     owner = _Owner(index, loop.config, loop.reporter.job.tokenizer)
-    batch = BatchByHand(index + 1, owner, made.rollout, {}, (), scores, _values=values)
+    batch = BatchByHand(index + 1, owner, made.rollout, {}, (), scores, _values={index: found})
     _ = batch.rollout, batch.advantages  # while the workers that made them are there
     return batch
 

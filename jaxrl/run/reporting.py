@@ -128,6 +128,8 @@ class Run:
     """What `on_step` raised: it is not called again, and the run ends."""
     stopped: StopTraining | None = None
     """What code of the user's raised to end the run early."""
+    amid_batch: bool = False
+    """Whether that was when some minibatches of a batch were trained and others were not."""
     wait: Wait = lambda future: future.result()
     """Raises Stopped for a call that the run, asked to end, does not need."""
     worker_group: WorkerGroup = field(init=False)

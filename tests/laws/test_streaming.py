@@ -356,6 +356,43 @@ def test_a_killed_run_comes_to_the_same_by_its_record(
         assert [row["step"] for row in resumed.metrics] == list(range(7))
 
 
+STOPS = """
+import time
+from pathlib import Path
+import jaxrl
+
+def stops(completions):
+    here = Path(__file__).parent
+    with (here / "judged").open("a") as file:
+        file.write("x" * len(completions))
+    if len((here / "judged").read_text()) > MOST and not (here / "go_on").exists():
+        time.sleep(1)  # meanwhile what was judged before is trained
+        raise jaxrl.StopTraining("enough")
+    return [float(len(c)) + i for i, c in enumerate(completions)]
+"""
+
+
+def test_a_run_that_code_ends_amid_the_minibatches_of_a_batch_goes_on(
+    models: list[str], tmp_path: Path
+) -> None:
+    """From the checkpoint before, and no row is of a batch that is half trained."""
+    asked = config(models, tmp_path / "run", "gspo", *STREAMS)
+    rows = asked.batch_rows
+    assert asked.parts > 1
+    (tmp_path / "stops.py").write_text(STOPS.replace("MOST", str(2 * rows + rows // asked.parts)))
+    keys = [*STREAMS, f"reward.functions=[{tmp_path}/stops.py:stops]", "checkpoint.every=9"]
+    asked = config(models, tmp_path / "run", "gspo", *keys)
+    result = train(asked)
+    assert result.stopped is not None and [row["step"] for row in result.metrics] == [0, 1, 2]
+    log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert "amid the minibatches of step 3" in log
+    assert not (tmp_path / "run" / "final").exists()
+    (tmp_path / "go_on").touch()
+    again = train(asked)
+    assert [row["step"] for row in again.metrics] == list(range(6))
+    assert again.metrics[-1]["optimizer_step"] == 5 * asked.minibatches
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on(models: list[str], tmp_path: Path) -> None:
     keys = [*CASES["gspo"], *STREAMS, "checkpoint.every=1", "steps=8"]
