@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate, product
 
 import pytest
@@ -125,6 +126,10 @@ def test_steady_steps_leave_out_the_first_the_last_and_the_long():
     assert steady_steps(calls, 0) == [(60, 61), (61, 62), (62, 63), (66, 67)]
     assert steady_steps(calls, 1) == [(60, 61), (61, 62), (62, 63)]
     assert steady_steps(calls[:2], 0) == []
+    numbered = [replace(call, step=i) for i, call in enumerate(calls)]
+    parts = [replace(call, start=call.end - 0.2, end=call.end - 0.1) for call in numbered]
+    both = [call for pair in zip(parts, numbered, strict=True) for call in pair]
+    assert steady_steps(both, 0) == steady_steps(calls, 0)  # the last part ends a step
 
 
 def test_steps_that_are_long_in_turn_are_all_steady():
