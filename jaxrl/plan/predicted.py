@@ -123,7 +123,7 @@ def _predicted(m: Setting, config: Config, earlier: _Earlier | None) -> Predicti
     step = 1.0 if earlier is None else earlier.step
     sampling = Sampling(
         lengths,
-        *(slots, config.rollout.launch_tokens, step),
+        *(slots, m.launch_steps, step),
         streams=config.streams,
         read=READ * step / slots,
         group=config.group_size,

@@ -391,6 +391,11 @@ class RunShapes:
         width, slots = self.prompts(role), self.sampling_slots(role)
         return max(prefill_batch(slots, *way, width) for way in asked(self.config, role))
 
+    @property
+    def launch_steps(self) -> int:
+        """Returns the decode steps of a launch of the rollout."""
+        return self.config.rollout.launch_tokens
+
     def sampling_slots(self, role: str) -> int:
         """Returns the number of slots of each data shard of a role that samples."""
         slots, axes = self.config.slots, self.axes[role]
