@@ -30,7 +30,8 @@ class Sampling:
 
     lengths: np.ndarray
     """[batches, samples] int: tokens of each completion, the samples of a prompt side by side."""
-    slots: int
+    seats: int
+    """Completions that are decoded side by side."""
     launch: int
     """Most decode steps of a launch."""
     step: float
@@ -115,13 +116,13 @@ class _Rollout:
             read = self.seated[self.done[self.seated] > 0]
             prompts = len(np.unique(read // how.group))
             again, self.swapped = int(self.done[read].sum()) + prompts * how.prompt, False
-        free = min(how.slots - self.seated.size, self.begun - self.first)
+        free = min(how.seats - self.seated.size, self.begun - self.first)
         self.seated = np.append(self.seated, np.arange(self.first, self.first + free))
         self.first += free
         left = self.lengths[self.seated] - self.done[self.seated]
         last = left.max()
         if waiting := self.begun - self.first:
-            enough = min(max(1, how.slots // 8), waiting)
+            enough = min(max(1, how.seats // 8), waiting)
             last = np.partition(left, enough - 1)[enough - 1]
         steps = min(how.launch, -(-int(last) // how.check) * how.check)
         new = np.minimum(left, steps)
@@ -183,7 +184,7 @@ class ScheduleTimes:
         decoding = seconds[(start < ends) & (ends <= end)].sum()
         read = again[(self.sampled[first] < ends) & (ends <= self.sampled[last])].sum()
         tokens = sampling.lengths[first + 1 : last + 1].sum()
-        full = tokens * sampling.step / sampling.slots
+        full = tokens * sampling.step / sampling.seats
         return Prediction(
             float(max(full, update * (last - first)) / (end - start)),
             float(self.ages[first + 1 : last + 1].sum() / tokens),

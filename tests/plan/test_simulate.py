@@ -61,14 +61,14 @@ def run(sampling: Sampling, ahead: int, update: float, **seconds: float) -> Sche
 
 def updates_of(sampling: Sampling) -> list[float]:
     """Seconds of an update that are much shorter, as long, and longer than sampling a batch."""
-    batch = sampling.lengths.sum() / BATCHES / sampling.slots
+    batch = sampling.lengths.sum() / BATCHES / sampling.seats
     return [0.1 * batch, 0.8 * batch, 3 * batch]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_token_is_sampled_once_and_none_is_too_old(seed: int) -> None:
     """One slot samples a token a step."""
-    sampling = made(seed, slots=1, launch=8, read=0.2, prompt=5)
+    sampling = made(seed, seats=1, launch=8, read=0.2, prompt=5)
     tokens = sampling.lengths.sum(1)
     for update in updates_of(sampling):
         for ahead in SCHEDULES.values():
@@ -108,10 +108,10 @@ def test_more_staleness_and_more_parts_are_never_slower(seed: int) -> None:
 def test_bounds_and_closed_forms(seed: int) -> None:
     sampling = made(seed)
     longest = sampling.lengths.max()
-    full = sampling.lengths.sum() / sampling.slots
+    full = sampling.lengths.sum() / sampling.seats
     seconds = {"publish": 0.5, "load": 0.25, "score": 2.0}
     for update in updates_of(sampling):
-        whole = replace(sampling, slots=SAMPLES)
+        whole = replace(sampling, seats=SAMPLES)
         serial = whole.lengths.max(1).cumsum() + np.arange(1, BATCHES + 1) * (update + 2.0)
         serial += np.arange(BATCHES) * 0.75
         assert run(whole, 0, update, **seconds).updates == pytest.approx(serial)
@@ -122,7 +122,7 @@ def test_bounds_and_closed_forms(seed: int) -> None:
         assert full <= free.sampled[-1] <= full + longest
         assert free.updates[-1] <= full + longest + BATCHES * update
         told = run(streamed, BATCHES, 1e-6).between(0, BATCHES - 1, streamed, 1e-6)
-        rest = sampling.lengths[1:].sum() / sampling.slots
+        rest = sampling.lengths[1:].sum() / sampling.seats
         assert rest / (rest + longest) <= told.ideal <= rest / (rest - longest - 1)
 
 
@@ -225,7 +225,7 @@ class Streamed:
 def test_calls_come_when_the_loop_makes_them(tmp_path: Path) -> None:
     """The real loop and workers, around roles that only sleep."""
     sampling = made(0, launch=4, step=0.01, read=0.0004, streams=True)
-    update = 0.8 * sampling.step * float(sampling.lengths.mean()) * SAMPLES / sampling.slots
+    update = 0.8 * sampling.step * float(sampling.lengths.mean()) * SAMPLES / sampling.seats
     stages = {("actor", "update"): update}
 
     def took(ahead: int) -> float:
