@@ -341,9 +341,10 @@ class StreamEvent(NamedTuple):
     launches: all that timing decides of a run whose `schedule` is `streaming`."""
 
     call: str
-    """`load`, `sample` (an evaluation), `generate`, `save` (a checkpoint) or `answers`."""
+    """`load`, `sample` (an evaluation), `generate`, `save` (a checkpoint), `made` (a batch has
+    ended) or `answers`."""
     number: int
-    """The version of the weights; of `generate`, the batch; of `answers`, which ones
+    """The version of the weights; of `generate` and `made`, the batch; of `answers`, which ones
     (`stream_log.ANSWERS`)."""
     launches: int
     """Since the event before."""

@@ -248,4 +248,4 @@ def test_tokens_travel_as_arrays_and_are_what_they_were():
         np.testing.assert_array_equal(np.asarray(after), np.array(plain, np.int32))
         assert not plain or (type(after[-1]) is int and after[-1] == plain[-1])
     assert replace(got, text="other", tokens=ids[3]) == replace(prompt, text="other")
-    assert rows[-1].turns == completions[-1].turns and rows[0].sampled.shape == (5000,)
+    assert rows[-1].turns == completions[-1].turns and rows[-1].sampled.shape == (5000,)
