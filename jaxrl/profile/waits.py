@@ -172,7 +172,8 @@ def read_calls(path: Path) -> list[Span]:
 def last_updates(calls: Iterable[Span]) -> list[Span]:
     """Returns the updates that end a step: the last one of a batch that is trained in parts."""
     updates = [call for call in calls if call.stage == ("actor", "update")]
-    followed = zip(updates, [*updates[1:], None], strict=True)
+    following: list[Span | None] = [*updates[1:], None]
+    followed = zip(updates, following, strict=False)  # of no update there is no end
     return [x for x, y in followed if y is None or x.step is None or x.step != y.step]
 
 

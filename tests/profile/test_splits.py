@@ -125,7 +125,7 @@ def test_steady_steps_leave_out_the_first_the_last_and_the_long():
     calls = [Span("actor", "update", end - 0.5, end) for end in ends]
     assert steady_steps(calls, 0) == [(60, 61), (61, 62), (62, 63), (66, 67)]
     assert steady_steps(calls, 1) == [(60, 61), (61, 62), (62, 63)]
-    assert steady_steps(calls[:2], 0) == []
+    assert steady_steps(calls[:2], 0) == steady_steps([], 0) == []
     numbered = [replace(call, step=i) for i, call in enumerate(calls)]
     parts = [replace(call, start=call.end - 0.2, end=call.end - 0.1) for call in numbered]
     both = [call for pair in zip(parts, numbered, strict=True) for call in pair]
