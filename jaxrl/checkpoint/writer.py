@@ -322,7 +322,8 @@ class CheckpointWriter:
         schedule = pending.schedule | {"generated": pending.step + len(rollouts)}
         with self._allowed():
             for index, rollout in rollouts.items():
-                save_rollout(folder / store.rollout_file(index), rollout)
+                of_episodes = self.config.environment.name is not None
+                save_rollout(folder / store.rollout_file(index), rollout, of_episodes)
             self._describe(folder / store.MODEL)
             (folder / store.CONFIG).write_text(self.config.dump(), encoding="utf-8")
             self._check()
@@ -382,11 +383,15 @@ those of each token, in one array of all completions."""
 NUMBERS = {"tokens": np.int32, "logprobs": np.float32, "sampler_logprobs": np.float32}
 
 
-def save_rollout(path: Path, rollout: Rollout) -> None:
-    """Writes the completions of a batch, in order, to an `.npz`."""
+def save_rollout(path: Path, rollout: Rollout, of_episodes: bool = False) -> None:
+    """Writes the completions of a batch, in order, to an `.npz`.
+
+    Args:
+        of_episodes: whether they are episodes, which may not have had a turn yet.
+    """
     completions = rollout.completions
     begun = None  # the prompts of episodes, as their environments began them
-    if any(x.turns or x.finish_reason == "unfinished" for x in completions):
+    if of_episodes or any(completion.turns for completion in completions):
         begun = [
             {
                 "tokens": list(p.tokens),
@@ -408,7 +413,7 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
         for name, dtype in NUMBERS.items()
     }
     arrays["lengths"] = np.array([len(c.tokens) for c in completions], np.int32)
-    # Messages of the data may have what JSON has not; only those of episodes are read again.
+    # Messages of the data may have what JSON has not, and no checkpoint is lost for it.
     arrays["words"] = np.frombuffer(json.dumps(words, default=repr).encode(), np.uint8)
     if rollout.student_topk is not None:
         arrays["student_topk"] = np.asarray(rollout.student_topk)[: len(completions)]

@@ -3,6 +3,7 @@
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -41,7 +42,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import pack_streams
 from jaxrl.models.parameters import param_shardings
 from jaxrl.rewards.batch_rewards import RewardReport, cut_report
-from jaxrl.roles.actor import Actor
+from jaxrl.roles.actor import Actor, join_values
 from jaxrl.roles.reference import Reference
 from jaxrl.types import (
     Completion,
@@ -50,6 +51,7 @@ from jaxrl.types import (
     Prompt,
     SampledSignal,
     Sequences,
+    TokenValues,
     Totals,
     TrainBatch,
 )
@@ -769,6 +771,57 @@ def test_a_batch_in_parts_takes_the_steps_of_batches_of_these(tmp_path):
     assert made == GROUPS > trained.metrics["optimizer_step"]
     np.testing.assert_array_equal(trained.advantages, batch.advantages)
     np.testing.assert_array_equal(trained.learned, batch.sequences.loss_mask.sum(-1))
+
+
+def test_parts_have_the_advantages_of_the_whole_batch():
+    """Whatever is not said to need the whole batch: of every algorithm that learns from rewards."""
+    prompts, groups = completions()
+    (report,) = scores()["reward"]
+    asked, checked = [f"batch_size={GROUPS}", f"actor.minibatches={GROUPS}"], 0
+    for algorithm, more in product(ALGORITHMS, ([], *([key] for key in WHOLE_OR_NOT))):
+        if ALGORITHMS[algorithm].learns_from != "rewards":
+            continue
+        cfg = config(algorithm, "schedule=streaming", *asked, *more)
+        if cfg.parts == 1:
+            assert cfg.waits_for_batch
+            continue
+        prepare, checked = prepare_rewarded(cfg), checked + 1
+        whole = prepare(rollout(), scores())[0].advantages
+        for i in range(GROUPS):
+            own = prompts[i : i + 1], groups[i : i + 1]
+            part = make_rollout(*own, policy_version=0, pad_id=0, row_multiple=8, **WIDTHS)
+            cut = cut_report(report, i * G, (i + 1) * G, len(part.group_ids))
+            found = prepare(part, {"reward": [cut]})[0].advantages
+            np.testing.assert_array_equal(found[:G], whole[i * G : (i + 1) * G])
+    assert checked > 10
+
+
+WHOLE_OR_NOT = (
+    "policy.scale_by_std=true",
+    "policy.scale_by_std=false",
+    "policy.reward_combination=normalize_then_sum",
+    "policy.dynamic_sampling=drop",
+    "reward.truncated=mask",
+)
+
+
+def test_what_parts_say_is_joined_whatever_their_widths():
+    """Rows of padding are cut from each part, and follow the last one."""
+    draw, whole = np.random.default_rng(0), rollout()
+    rows, width = whole.sequences.loss_mask.shape
+    values = draw.normal(size=(rows, width)).astype(np.float32)
+    values[GROUPS * G :] = 0
+    parts = []
+    for i in range(GROUPS):
+        own = values[i * G : (i + 1) * G].copy()
+        own[:, width - i :] = values[i * G : (i + 1) * G, width - i :] = 0
+        parts.append(np.pad(own[:, : width - i], ((0, i), (0, 0)), constant_values=9))
+    joined = join_values([TokenValues(x, x, None) for x in parts], G, whole)
+    np.testing.assert_array_equal(joined.logprobs, values)
+    np.testing.assert_array_equal(joined.entropy, values)
+    assert joined.divergence is None
+    taught = join_values([TokenValues(x, x, x) for x in parts], G, whole)
+    np.testing.assert_array_equal(taught.divergence, values)
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,8 @@ def test_what_fails_is_not_zero() -> None:
         worse = rollout(*[(0, "raise", 5, {})] * 3, (0, "a", 1, {}))
         with pytest.raises(RunError, match="trouble failed on 3 of 4 completions"):
             scored(functions, worse)
+        part = functions.submit(worse, of=8)  # of a batch of which no more than half failed
+        assert np.isnan(functions.report(worse, part).rewards[:3]).all()
 
 
 def test_the_reward_model_and_the_length_by_hand() -> None:
